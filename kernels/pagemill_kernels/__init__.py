@@ -1,0 +1,1 @@
+"""Paged-attention and cache kernels: tensors in, tensors out."""

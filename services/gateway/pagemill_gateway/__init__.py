@@ -1,0 +1,1 @@
+"""The gateway: HTTP in, text and server-sent events out."""

@@ -1,0 +1,1 @@
+"""The scheduler: a pure core that owns the block tables, and its thin ZeroMQ shell."""

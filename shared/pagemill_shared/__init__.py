@@ -1,0 +1,1 @@
+"""What all processes agree on: messages, codec, numbering, channel, sampling, settings, logs, errors."""

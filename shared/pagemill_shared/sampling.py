@@ -1,0 +1,93 @@
+"""Sampling parameters and the counter-based uniform numbers that sampling draws.
+
+Random numbers are a pure function of (seed, sequence index, position): a result depends neither on the batch, nor on
+preemption, nor on the worker, nor on a restart (design §4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+
+from pagemill_shared.schema import Bool, Float, Float32Array, Float32s, Int, Int32Array, Int32s, Message, Optional
+
+MAX_SEED = 2**63 - 1
+MAX_TOKENS = 2**31 - 1
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+_NO_IDS = np.zeros(0, np.int32)
+_NO_FLOATS = np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingParams(Message):
+    """How the tokens of one request are chosen, with every default resolved by the gateway.
+
+    Attributes:
+        temperature: 0 means greedy.
+        top_k: 0 means off.
+        top_p: probability mass kept, in (0, 1].
+        min_p: least probability relative to the most likely token, in [0, 1].
+        repetition_penalty: over prompt and output, 1 means off.
+        presence_penalty, frequency_penalty: over the output alone, 0 means off.
+        logit_bias_ids, logit_bias_values: same length, added to the logits.
+        seed: feeds :func:`uniforms`.
+        max_tokens: most output tokens, at least 1.
+        min_tokens: end and stop tokens are banned before this many output tokens.
+        ignore_eos: end tokens do not end the sequence (they are then ordinary tokens).
+        eos_token_ids: the model's end tokens from all sources.
+        stop_token_ids: the request's own stop tokens.
+        logprobs: None, or how many alternatives to report beside the sampled token.
+    """
+
+    temperature: Annotated[float, Float(0.0, 1e4)] = 1.0
+    top_k: Annotated[int, Int(0, MAX_TOKENS)] = 0
+    top_p: Annotated[float, Float(0.0, 1.0)] = 1.0
+    min_p: Annotated[float, Float(0.0, 1.0)] = 0.0
+    repetition_penalty: Annotated[float, Float(1e-4, 1e4)] = 1.0
+    presence_penalty: Annotated[float, Float(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, Float(-2.0, 2.0)] = 0.0
+    logit_bias_ids: Annotated[Int32Array, Int32s(MAX_LOGIT_BIAS, low=0)] = field(default_factory=lambda: _NO_IDS)
+    logit_bias_values: Annotated[Float32Array, Float32s(MAX_LOGIT_BIAS, low=-100.0)] = field(
+        default_factory=lambda: _NO_FLOATS
+    )
+    seed: Annotated[int, Int(0, MAX_SEED)] = 0
+    max_tokens: Annotated[int, Int(1, MAX_TOKENS)] = 16
+    min_tokens: Annotated[int, Int(0, MAX_TOKENS)] = 0
+    ignore_eos: Annotated[bool, Bool()] = False
+    eos_token_ids: Annotated[Int32Array, Int32s(MAX_STOP_TOKEN_IDS, low=0)] = field(default_factory=lambda: _NO_IDS)
+    stop_token_ids: Annotated[Int32Array, Int32s(MAX_STOP_TOKEN_IDS, low=0)] = field(default_factory=lambda: _NO_IDS)
+    logprobs: Annotated[int | None, Optional(Int(0, MAX_LOGPROBS))] = None
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_A = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_B = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finaliser: a bijection of 64-bit words in which every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_A
+    x = (x ^ (x >> np.uint64(27))) * _MIX_B
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(
+    seeds: npt.ArrayLike, sequence_indices: npt.ArrayLike, positions: npt.ArrayLike
+) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per row, with 53 random bits.
+
+    Args:
+        seeds: [N] request seeds, 0 <= seed < 2**63.
+        sequence_indices: [N] index of the sequence in its request.
+        positions: [N] index of the sampled token in its sequence, prompt included.
+    """
+    with np.errstate(over="ignore"):
+        state = _mix(np.asarray(seeds, dtype=np.uint64) + _GOLDEN)
+        state = _mix(state + _GOLDEN * (np.asarray(sequence_indices, dtype=np.uint64) + np.uint64(1)))
+        state = _mix(state + _GOLDEN * (np.asarray(positions, dtype=np.uint64) + np.uint64(1)))
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53

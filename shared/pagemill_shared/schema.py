@@ -1,0 +1,255 @@
+"""What wire messages are made of: typed fields, each with a *kind* that checks and packs it.
+
+A message is a frozen slotted dataclass whose field annotations carry a *kind*: what may stand there and how it
+travels. Integer arrays travel as raw little-endian int32, never as lists. The bytes are made in ``codec``; nothing
+here depends on the encoding, so that the scheduler core can build messages without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+from pagemill_shared.errors import ProtocolError
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Upper bound of one encoded message; the channel sets it as ZMQ_MAXMSGSIZE too."""
+
+_WIRE_INT32 = np.dtype("<i4")
+_WIRE_FLOAT32 = np.dtype("<f4")
+
+
+class Kind:
+    """How one field travels. ``pack`` gives a msgpack value, ``unpack`` checks one and gives it back."""
+
+    def pack(self, value: Any) -> Any:
+        return value
+
+    def unpack(self, raw: Any) -> Any:
+        raise NotImplementedError
+
+
+class Int(Kind):
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
+
+    def unpack(self, raw: Any) -> int:
+        if type(raw) is not int:
+            raise ProtocolError(f"expected an integer, got {type(raw).__name__}")
+        if not self.low <= raw <= self.high:
+            raise ProtocolError(f"{raw} is outside {self.low}..{self.high}")
+        return raw
+
+
+class Bool(Kind):
+    def unpack(self, raw: Any) -> bool:
+        if type(raw) is not bool:
+            raise ProtocolError(f"expected a boolean, got {type(raw).__name__}")
+        return raw
+
+
+class Float(Kind):
+    def __init__(self, low: float = -math.inf, high: float = math.inf) -> None:
+        self.low, self.high = low, high
+
+    def pack(self, value: Any) -> float:
+        return float(value)
+
+    def unpack(self, raw: Any) -> float:
+        if type(raw) is not float:
+            raise ProtocolError(f"expected a float, got {type(raw).__name__}")
+        if not self.low <= raw <= self.high:  # also refuses NaN
+            raise ProtocolError(f"{raw} is outside {self.low}..{self.high}")
+        return raw
+
+
+class Text(Kind):
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+
+    def unpack(self, raw: Any) -> str:
+        if type(raw) is not str:
+            raise ProtocolError(f"expected text, got {type(raw).__name__}")
+        if len(raw) > self.max_length:
+            raise ProtocolError(f"text of {len(raw)} characters is longer than {self.max_length}")
+        return raw
+
+
+class Binary(Kind):
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+
+    def unpack(self, raw: Any) -> bytes:
+        if type(raw) is not bytes:
+            raise ProtocolError(f"expected bytes, got {type(raw).__name__}")
+        if len(raw) > self.max_length:
+            raise ProtocolError(f"{len(raw)} bytes are more than {self.max_length}")
+        return raw
+
+
+class _PackedArray(Kind):
+    """A C-contiguous array in one bin field; ``columns`` > 1 makes it two-dimensional."""
+
+    wire: np.dtype[Any]
+    native: type
+
+    def __init__(self, max_items: int, columns: int = 1, low: float | None = None) -> None:
+        self.max_items, self.columns, self.low = max_items, columns, low
+
+    def pack(self, value: Any) -> bytes:
+        array = np.ascontiguousarray(value, dtype=self.wire)
+        if array.ndim != (1 if self.columns == 1 else 2) or (self.columns > 1 and array.shape[1] != self.columns):
+            raise ValueError(f"array of shape {array.shape} does not have {self.columns} columns")
+        return array.tobytes()
+
+    def unpack(self, raw: Any) -> npt.NDArray[Any]:
+        if type(raw) is not bytes:
+            raise ProtocolError(f"expected a packed array, got {type(raw).__name__}")
+        row_bytes = 4 * self.columns
+        if len(raw) % row_bytes:
+            raise ProtocolError(f"{len(raw)} bytes do not hold rows of {self.columns} items")
+        if len(raw) > self.max_items * row_bytes:
+            raise ProtocolError(f"array of {len(raw) // row_bytes} rows is longer than {self.max_items}")
+        array: npt.NDArray[Any] = np.frombuffer(raw, dtype=self.wire).astype(self.native, copy=False)
+        if self.low is not None and array.size and not array.min() >= self.low:
+            raise ProtocolError(f"array item {array.min()} is below {self.low}")
+        return array if self.columns == 1 else array.reshape(-1, self.columns)
+
+
+class Int32s(_PackedArray):
+    wire, native = _WIRE_INT32, np.int32
+
+
+class Float32s(_PackedArray):
+    wire, native = _WIRE_FLOAT32, np.float32
+
+
+class Optional(Kind):
+    def __init__(self, inner: Kind) -> None:
+        self.inner = inner
+
+    def pack(self, value: Any) -> Any:
+        return None if value is None else self.inner.pack(value)
+
+    def unpack(self, raw: Any) -> Any:
+        return None if raw is None else self.inner.unpack(raw)
+
+
+class Tuple(Kind):
+    def __init__(self, inner: Kind, max_items: int) -> None:
+        self.inner, self.max_items = inner, max_items
+
+    def pack(self, value: Any) -> list[Any]:
+        return [self.inner.pack(item) for item in value]
+
+    def unpack(self, raw: Any) -> tuple[Any, ...]:
+        if type(raw) is not list:
+            raise ProtocolError(f"expected a list, got {type(raw).__name__}")
+        if len(raw) > self.max_items:
+            raise ProtocolError(f"list of {len(raw)} items is longer than {self.max_items}")
+        return tuple(self.inner.unpack(item) for item in raw)
+
+
+class Nested(Kind):
+    """Another dataclass, in place, as an array without tag and version."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.layout = layout_of(cls)
+
+    def pack(self, value: Any) -> list[Any]:
+        return [kind.pack(getattr(value, name)) for name, kind in self.layout]
+
+    def unpack(self, raw: Any) -> Any:
+        if type(raw) is not list:
+            raise ProtocolError(f"expected a {self.cls.__name__}, got {type(raw).__name__}")
+        return self.cls(*unpack_fields(self.cls, self.layout, raw))
+
+
+Layout = tuple[tuple[str, Kind], ...]
+
+
+def layout_of(cls: type) -> Layout:
+    """The fields of ``cls`` and their kinds, in order. A field without a kind is a programming error."""
+    if not is_dataclass(cls):
+        raise TypeError(f"{cls.__name__} is not a dataclass")
+    hints = get_type_hints(cls, include_extras=True)
+    layout = []
+    for field in fields(cls):
+        hint = hints[field.name]
+        kinds = (
+            [extra for extra in get_args(hint)[1:] if isinstance(extra, Kind)] if get_origin(hint) is Annotated else []
+        )
+        if len(kinds) != 1:
+            raise TypeError(f"{cls.__name__}.{field.name} needs exactly one kind")
+        layout.append((field.name, kinds[0]))
+    return tuple(layout)
+
+
+def unpack_fields(cls: type, layout: Layout, raw: list[Any]) -> list[Any]:
+    if len(raw) != len(layout):
+        raise ProtocolError(f"{cls.__name__} has {len(layout)} fields, got {len(raw)}")
+    values = []
+    for (name, kind), item in zip(layout, raw, strict=True):
+        try:
+            values.append(kind.unpack(item))
+        except ProtocolError as error:
+            raise ProtocolError(f"{cls.__name__}.{name}: {error.reason}") from None
+    return values
+
+
+class Message:
+    """Base of wire messages and of the dataclasses nested in them: equality that understands arrays."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))  # type: ignore[arg-type]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+M = TypeVar("M", bound=Message)
+
+
+class Registry:
+    """The set of messages that one protocol version knows, by tag."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.by_tag: dict[int, tuple[type[Message], Layout]] = {}
+        self.by_type: dict[type[Message], tuple[int, Layout]] = {}
+
+    def add(self, tag: int) -> Callable[[type[M]], type[M]]:
+        """Class decorator that registers a dataclass under ``tag``."""
+
+        def register(cls: type[M]) -> type[M]:
+            if tag in self.by_tag:
+                raise TypeError(f"tag {tag} is taken by {self.by_tag[tag][0].__name__}")
+            layout = layout_of(cls)
+            self.by_tag[tag] = (cls, layout)
+            self.by_type[cls] = (tag, layout)
+            return cls
+
+        return register
+
+    def types(self) -> tuple[type[Message], ...]:
+        return tuple(self.by_type)
