@@ -11,6 +11,7 @@ from typing import Annotated
 
 import numpy as np
 
+from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.schema import (
     MAX_MESSAGE_BYTES,
     Binary,
@@ -26,7 +27,6 @@ from pagemill_shared.schema import (
     Text,
     Tuple,
 )
-from pagemill_shared.sampling import SamplingParams
 
 PROTOCOL_VERSION = 1
 WIRE = Registry(PROTOCOL_VERSION)
