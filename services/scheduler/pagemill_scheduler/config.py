@@ -1,0 +1,41 @@
+"""What the scheduler core is told about its policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """The policy of one scheduler. Times are in seconds.
+
+    Attributes:
+        max_num_seqs: most sequences that one worker runs at once.
+        max_num_batched_tokens: token budget of one iteration, prefill chunks included.
+        pipeline_depth: plans in flight per worker, 1 or 2.
+        watermark: share of a worker's pool that admission leaves free, so that a newcomer is not thrown out by the
+            next block that a running sequence needs.
+        heartbeat_interval: how often each peer hears from us.
+        peer_timeout: silence after which a peer is lost.
+        plan_deadline: time that any plan may take, beside what its tokens need at the worker's measured rate.
+        no_worker_timeout: how long requests wait when no worker is ready, before they fail.
+        max_deaths: deaths of its worker after which a request is failed instead of moved (it may be the cause).
+        check_invariants: check the whole state after every event.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    pipeline_depth: int = 2
+    watermark: float = 0.01
+    heartbeat_interval: float = 0.5
+    peer_timeout: float = 3.0
+    plan_deadline: float = 30.0
+    no_worker_timeout: float = 5.0
+    max_deaths: int = 2
+    check_invariants: bool = False
+
+    @property
+    def seats(self) -> int:
+        """Most running sequences per worker: every one of them must fit the token budget of an iteration, or those
+        that are left over would starve."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)

@@ -1,0 +1,88 @@
+"""What an event has for one gateway, gathered into one Delivery."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagemill_scheduler.request import LogprobEntry, Request, Sequence
+from pagemill_shared.messages import Delivery, FinishReason, RequestFailure, TokenLogprobs
+from pagemill_shared.schema import Int32Array
+
+
+def pack_logprobs(rows: list[int], entries: list[LogprobEntry]) -> TokenLogprobs:
+    if not rows:
+        return TokenLogprobs()
+    return TokenLogprobs(
+        rows=np.array(rows, np.int32),
+        counts=np.array([len(entry.token_ids) for entry in entries], np.int32),
+        ranks=np.array([entry.rank for entry in entries], np.int32),
+        token_ids=np.concatenate([entry.token_ids for entry in entries]),
+        values=np.concatenate([entry.values for entry in entries]),
+    )
+
+
+class DeliveryBuilder:
+    """Collects entries: many one-token entries at once as arrays, or one sequence at a time."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was added."""
+        self._columns: list[tuple[Int32Array, ...]] = []
+        self._tokens: list[Int32Array] = []
+        self._num_tokens = 0
+        self._logprob_rows: list[int] = []
+        self._logprob_entries: list[LogprobEntry] = []
+        self._failures: list[RequestFailure] = []
+        self.ended: list[Request] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._columns or self._failures or self.ended)
+
+    def add_rows(
+        self, handles: Int32Array, sequences: Int32Array, offsets: Int32Array, finishes: Int32Array, tokens: Int32Array
+    ) -> None:
+        """[K] entries of one token each."""
+        self._columns.append((handles, sequences, offsets, np.ones(len(tokens), np.int32), finishes))
+        self._tokens.append(tokens)
+        self._num_tokens += len(tokens)
+
+    def add_sequence(self, sequence: Sequence, offset: int, tokens: Int32Array) -> None:
+        """Output tokens ``offset`` … of one sequence, with their log-probabilities and its finish as it is now."""
+        entry = (sequence.request.handle, sequence.index, offset, len(tokens), int(sequence.finish))
+        self._columns.append(tuple(np.array([value], np.int32) for value in entry))
+        entries = sequence.logprobs[offset : offset + len(tokens)]
+        self._logprob_rows.extend(range(self._num_tokens, self._num_tokens + len(entries)))
+        self._logprob_entries.extend(entries)
+        self._tokens.append(tokens)
+        self._num_tokens += len(tokens)
+
+    def add_failure(self, failure: RequestFailure) -> None:
+        self._failures.append(failure)
+
+    def build(self, epoch: int, number: int) -> Delivery:
+        """The delivery of all that was added, and start anew."""
+        arrays: dict[str, Any] = {}
+        if self._columns:
+            names = ("handles", "sequences", "offsets", "counts", "finishes")
+            arrays = {name: np.concatenate(c) for name, c in zip(names, zip(*self._columns, strict=True), strict=True)}
+            arrays["token_ids"] = np.concatenate(self._tokens)
+        delivery = Delivery(
+            epoch,
+            number,
+            **arrays,
+            logprobs=pack_logprobs(self._logprob_rows, self._logprob_entries),
+            failures=tuple(self._failures),
+        )
+        self.reset()
+        return delivery
+
+
+def finish_codes(hit: npt.NDArray[np.bool_], full: npt.NDArray[np.bool_]) -> Int32Array:
+    """[K] FinishReason per row: an end or stop token beats the length limit. EOS stands for both kinds of hit."""
+    codes: Int32Array = np.where(hit, FinishReason.EOS, np.where(full, FinishReason.LENGTH, 0)).astype(np.int32)
+    return codes

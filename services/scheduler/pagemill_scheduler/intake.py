@@ -1,0 +1,170 @@
+"""Gateways and what they ask for: hello, sync, submit, abort, finished, acknowledgements."""
+
+from __future__ import annotations
+
+from pagemill_scheduler import lifecycle
+from pagemill_scheduler.events import Peer
+from pagemill_scheduler.gateway import GatewayState
+from pagemill_scheduler.request import Request, Sequence
+from pagemill_scheduler.state import State
+from pagemill_shared.messages import (
+    FinishReason,
+    GatewayHello,
+    GatewaySync,
+    GatewayWelcome,
+    RequestFailure,
+    SequenceFinished,
+    SubmitRequest,
+)
+
+
+def join(state: State, peer: Peer, hello: GatewayHello, now: float) -> None:
+    """A gateway said hello: a new one, or one that we know on a new connection. Its requests stay until it syncs."""
+    gateway = state.gateways.get(hello.identity)
+    if gateway is None:
+        gateway = GatewayState(hello.identity, hello.fingerprint, state.next_gateway_index(), peer, now)
+        state.gateways[hello.identity] = gateway
+        state.log("info", "gateway joined", gateway=hello.identity)
+    elif gateway.peer is not None:
+        state.peers.pop(gateway.peer, None)
+    gateway.peer = peer
+    gateway.heartbeat_at = now
+    state.peers[peer] = gateway
+    begin_epoch(state, gateway)
+
+
+def begin_epoch(state: State, gateway: GatewayState) -> None:
+    """Welcome, then everything that its requests have produced: it skips what it has."""
+    if gateway.peer is None:
+        return
+    epoch = state.next_epoch()
+    gateway.outgoing.begin(epoch)
+    gateway.incoming.begin(epoch)
+    state.send(gateway.peer, GatewayWelcome(epoch, state.incarnation))
+    state.send(gateway.peer, state.fleet)
+    # What the current event has gathered so far is contained in the redelivery.
+    builder = gateway.delivery
+    ended = [request for _, request in gateway.ended] + builder.ended
+    gateway.ended.clear()
+    builder.reset()
+    builder.ended.extend(ended)
+    for request in [*gateway.requests.values(), *ended]:
+        if request.failure is not None:
+            builder.add_failure(request.failure)
+            continue
+        for sequence in request.sequences:
+            output = state.tokens_of(sequence)[len(request.prompt) :]
+            if len(output):
+                builder.add_sequence(sequence, 0, output.copy())
+
+
+def lose(state: State, gateway: GatewayState, reason: str) -> None:
+    """Nobody is left who could want its answers: abort its requests."""
+    state.log("warning", "gateway lost", gateway=gateway.identity, reason=reason, requests=len(gateway.requests))
+    for request in list(gateway.requests.values()):
+        state.counters.requests_aborted += 1
+        lifecycle.end(state, request, acknowledge=False)
+    del state.gateways[gateway.identity]
+    if gateway.peer is not None:
+        state.peers.pop(gateway.peer, None)
+
+
+def sync(state: State, gateway: GatewayState, message: GatewaySync) -> None:
+    alive = set(message.handles.tolist())
+    for handle in gateway.requests.keys() - alive:
+        abort(state, gateway, handle)
+
+
+def submit(state: State, gateway: GatewayState, message: SubmitRequest, now: float) -> None:
+    if gateway.knows(message.handle):
+        return  # submitted again after a resync
+    request = Request(
+        gateway,
+        message.handle,
+        message.request_id,
+        message.prompt_token_ids,
+        message.sampling,
+        message.priority,
+        state.next_arrival(),
+        now,
+    )
+    refusal = _refusal(state, request)
+    if refusal is not None:
+        gateway.delivery.add_failure(refusal)
+        request.failure = refusal
+        gateway.delivery.ended.append(request)
+        state.counters.requests_failed += 1
+        state.log("info", "request refused", request_id=request.request_id, code=refusal.code, reason=refusal.message)
+        return
+    request.sequences.append(Sequence(request, 0, message.prompt_token_ids))
+    gateway.requests[message.handle] = request
+    state.queue.add(request)
+
+
+def _refusal(state: State, request: Request) -> RequestFailure | None:
+    """Why the request can never be served by the workers there are. Without a worker it waits for one."""
+
+    def refuse(code: str, message: str, param: str) -> RequestFailure:
+        return RequestFailure(request.handle, code, message, param)
+
+    prompt, fleet = request.prompt, state.fleet
+    if state.stopping:
+        return refuse("server_stopping", "the server is stopping", "")
+    if not len(prompt):
+        return refuse("invalid_request", "the prompt is empty", "prompt")
+    if not fleet.ready_workers:
+        return None
+    if prompt.max() >= fleet.vocab_size:
+        message = f"token id {prompt.max()} is outside the vocabulary of {fleet.vocab_size}"
+        return refuse("invalid_request", message, "prompt")
+    return never_fits(state, request)
+
+
+def never_fits(state: State, request: Request) -> RequestFailure | None:
+    """The failure of a request that no ready worker can ever hold, with the numbers."""
+    longest = state.fleet.max_model_len
+    if request.limit <= longest:
+        return None
+    message = (
+        f"the request needs up to {request.limit} tokens (prompt {len(request.prompt)} + max_tokens "
+        f"{request.sampling.max_tokens}), but no worker holds more than {longest}"
+    )
+    param = "prompt" if len(request.prompt) >= longest else "max_tokens"
+    return RequestFailure(request.handle, "context_length_exceeded", message, param)
+
+
+def abort(state: State, gateway: GatewayState, handle: int) -> None:
+    """The client is gone. Of a request that is not (or no longer) known: nothing to do."""
+    request = gateway.requests.get(handle)
+    if request is None:
+        state.counters.ignored_messages += 1
+        return
+    state.counters.requests_aborted += 1
+    lifecycle.end(state, request, acknowledge=False)
+
+
+def sequence_finished(state: State, gateway: GatewayState, message: SequenceFinished) -> None:
+    """A stop string was found: the gateway needs nothing more of this sequence, and knows its end already."""
+    request = gateway.requests.get(message.handle)
+    if request is None or message.sequence >= len(request.sequences):
+        state.counters.ignored_messages += 1
+        return
+    request.sequences[message.sequence].finish = FinishReason.STOP_TOKEN
+    if all(sequence.finish is not FinishReason.NOT_FINISHED for sequence in request.sequences):
+        state.counters.requests_finished += 1
+        lifecycle.end(state, request, acknowledge=False)
+
+
+def expire(state: State, now: float) -> None:
+    """Fail what waits in vain: no worker is left for too long, or those that are left are too small."""
+    timeout = state.config.no_worker_timeout
+    for request in list(state.queue):
+        if state.no_worker_since is not None:
+            waited = now - max(state.no_worker_since, request.arrived_at)
+            if waited >= timeout:
+                message = f"no worker has been ready for {waited:.1f} s"
+                lifecycle.fail(state, request, "no_worker", message)
+        else:
+            failure = never_fits(state, request)
+            if failure is not None:
+                lifecycle.fail(state, request, failure.code, failure.message, failure.param)

@@ -1,0 +1,83 @@
+"""The state as JSON-compatible values, for ``/v1/pagemill/state`` and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import islice
+
+from pagemill_scheduler.request import Request, Status
+from pagemill_scheduler.state import State
+from pagemill_scheduler.worker import WorkerState
+
+MAX_LISTED_REQUESTS = 1000
+
+
+def snapshot(state: State, now: float) -> dict[str, object]:
+    """See docs/api.md. Lists at most MAX_LISTED_REQUESTS requests, running ones first."""
+    running = sum(1 for request in state.requests() if request.status is Status.RUNNING)
+    total = sum(worker.pool.num_blocks for worker in state.workers.values())
+    used = sum(worker.pool.num_used for worker in state.workers.values())
+    counters = {f"{name}_total": value for name, value in asdict(state.counters).items()}
+    listed = sorted(state.requests(), key=lambda r: (r.status is not Status.RUNNING, r.key))
+    return {
+        "metrics": {
+            "num_requests_running": running,
+            "num_requests_waiting": len(state.queue),
+            "kv_cache_usage_perc": used / total if total else 0.0,
+            "num_preemptions_total": counters.pop("preemptions_total"),
+            **counters,
+        },
+        "stopping": state.stopping,
+        "ready_workers": len(state.ready_workers()),
+        "workers": [_worker(worker, now) for worker in state.workers.values()],
+        "gateways": [
+            {"identity": gateway.identity, "connected": gateway.peer is not None, "requests": len(gateway.requests)}
+            for gateway in state.gateways.values()
+        ],
+        "requests": [_request(state, request, now) for request in islice(listed, MAX_LISTED_REQUESTS)],
+        "requests_total": running + len(state.queue),
+    }
+
+
+def _worker(worker: WorkerState, now: float) -> dict[str, object]:
+    hello, pool = worker.hello, worker.pool
+    return {
+        "identity": worker.identity,
+        "state": "leaving" if worker.leaving else "ready",
+        "model": hello.model,
+        "device": hello.device,
+        "dtype": hello.dtype,
+        "kernels": hello.kernels,
+        "epoch": worker.outgoing.epoch,
+        "iteration": worker.outgoing.sent,
+        "plans_in_flight": len(worker.flights),
+        "plans_total": worker.num_plans,
+        "preemptions_total": worker.num_preemptions,
+        "running_sequences": len(worker.table),
+        "last_heard_seconds_ago": round(now - worker.last_heard, 3),
+        "prefill_tokens_per_s": hello.prefill_tokens_per_s,
+        "blocks": {
+            "size": hello.block_size,
+            "total": pool.num_blocks,
+            "used": pool.num_used,
+            "free": pool.num_free,
+            "bytes_each": hello.block_bytes,
+        },
+    }
+
+
+def _request(state: State, request: Request, now: float) -> dict[str, object]:
+    output = sum(len(state.tokens_of(s)) - len(request.prompt) for s in request.sequences)
+    return {
+        "request_id": request.request_id,
+        "status": request.status.value,
+        "worker": request.worker or None,
+        "waits_for": request.waits_for or None,
+        "priority": request.priority,
+        "age_seconds": round(now - request.arrived_at, 3),
+        "prompt_tokens": len(request.prompt),
+        "output_tokens": output,
+        "preemptions": request.preemptions,
+        "recomputed_tokens": request.recomputed_tokens,
+        "worker_deaths": request.deaths,
+    }

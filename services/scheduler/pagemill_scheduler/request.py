@@ -1,0 +1,141 @@
+"""Requests (sequence groups) and their sequences: what the scheduler knows of them outside the arrays of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pagemill_shared.messages import FinishReason, RequestFailure
+from pagemill_shared.sampling import SamplingParams
+from pagemill_shared.schema import Float32Array, Int32Array
+
+if TYPE_CHECKING:
+    from pagemill_scheduler.gateway import GatewayState
+
+
+class Status(Enum):
+    """Where a request stands. ``TRANSITIONS`` lists the legal moves."""
+
+    WAITING = "waiting"
+    """In the queue; never started, or preempted."""
+    RUNNING = "running"
+    """Its sequences have slots on a worker."""
+    ENDED = "ended"
+    """Finished, failed or aborted: owns nothing."""
+
+
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset({Status.RUNNING, Status.ENDED}),
+    Status.RUNNING: frozenset({Status.WAITING, Status.ENDED}),
+    Status.ENDED: frozenset(),
+}
+
+
+class IllegalTransition(RuntimeError):
+    """The core tried to move a request where it cannot go: a bug in the scheduler, never a peer's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobEntry:
+    """Log-probabilities of one output token: the sampled one first, then the most likely ones."""
+
+    rank: int
+    token_ids: Int32Array
+    values: Float32Array
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One output of a request.
+
+    While the sequence has a slot, its tokens live in the worker's arrays and ``tokens`` is what they were when it
+    joined; otherwise ``tokens`` is the truth.
+
+    Attributes:
+        tokens: prompt and output so far.
+        slot: its row on the request's worker, -1 without one.
+        in_flight: tokens sampled by plans that were in flight when the sequence was preempted; their results still count.
+        logprobs: one entry per output token where the request asks for them.
+    """
+
+    request: Request
+    index: int
+    tokens: Int32Array
+    slot: int = -1
+    in_flight: int = 0
+    finish: FinishReason = FinishReason.NOT_FINISHED
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+
+    def append(self, token: int) -> None:
+        """Add an output token; only for a sequence without a slot."""
+        self.tokens = np.append(self.tokens, np.int32(token)).astype(np.int32, copy=False)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request: the unit of admission, preemption and failure (the paper's sequence group).
+
+    Attributes:
+        arrival: running number of arrival, unique; orders requests of equal priority.
+        worker: identity of the worker that runs it, empty otherwise.
+        deaths: workers that died while they ran it.
+        waits_for: why it is not running, for people.
+        failure: the error that it ended with.
+    """
+
+    gateway: GatewayState
+    handle: int
+    request_id: str
+    prompt: Int32Array
+    sampling: SamplingParams
+    priority: int
+    arrival: int
+    arrived_at: float
+    sequences: list[Sequence] = field(default_factory=list)
+    status: Status = Status.WAITING
+    worker: str = ""
+    deaths: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    started_at: float | None = None
+    waits_for: str = "arrived just now"
+    failure: RequestFailure | None = None
+
+    @property
+    def key(self) -> int:
+        """Sorts requests: lower priority number first, then first come first served. Fits 63 bits."""
+        return (self.priority << 31) + self.arrival
+
+    @property
+    def limit(self) -> int:
+        """Most tokens that a sequence of it may have, prompt included."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+    @property
+    def in_flight(self) -> int:
+        return sum(sequence.in_flight for sequence in self.sequences)
+
+    def move(self, status: Status) -> None:
+        """
+        Raises:
+            IllegalTransition: leaves the request as it was.
+        """
+        if status not in TRANSITIONS[self.status]:
+            raise IllegalTransition(f"request {self.request_id}: {self.status.value} -> {status.value}")
+        self.status = status
+
+
+def finish_reason(sampling: SamplingParams, token: int, output_length: int) -> FinishReason:
+    """Whether an output that has just grown to ``output_length`` tokens, the last being ``token``, has ended.
+
+    The specification of the vectorised check in ``results``.
+    """
+    if output_length >= sampling.min_tokens:
+        if not sampling.ignore_eos and token in sampling.eos_token_ids:
+            return FinishReason.EOS
+        if token in sampling.stop_token_ids:
+            return FinishReason.STOP_TOKEN
+    return FinishReason.LENGTH if output_length >= sampling.max_tokens else FinishReason.NOT_FINISHED

@@ -1,0 +1,164 @@
+"""Takes in the result of an iteration: records tokens, ends sequences, gathers deliveries."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pagemill_scheduler import lifecycle
+from pagemill_scheduler.deliveries import finish_codes
+from pagemill_scheduler.request import LogprobEntry, Request, Sequence, Status, finish_reason
+from pagemill_scheduler.state import State
+from pagemill_scheduler.worker import Flight, WorkerState
+from pagemill_shared.errors import ProtocolError
+from pagemill_shared.messages import FinishReason, IterationResult, RowFault, TokenLogprobs
+from pagemill_shared.schema import Int32Array
+
+
+def apply_result(state: State, worker: WorkerState, result: IterationResult) -> None:
+    """Record the tokens of the worker's oldest plan in flight.
+
+    Raises:
+        ProtocolError: the result does not answer that plan; nothing was changed.
+    """
+    flight = worker.flights[0]
+    tokens = result.token_ids
+    if len(tokens) != len(flight.slots):
+        raise ProtocolError(f"iteration {flight.iteration} has {len(flight.slots)} tokens to sample, got {len(tokens)}")
+    if tokens.size and tokens.max() >= worker.hello.vocab_size:
+        raise ProtocolError(f"token {tokens.max()} is outside the vocabulary of {worker.hello.vocab_size}")
+    entries = _entries(result.logprobs)
+    _check_entries(worker, flight, tokens, entries)
+    faults = {fault.slot: fault for fault in result.faults}
+
+    for index, sequence in flight.orphans.items():
+        _take_orphan(state, sequence, int(tokens[index]), entries.get(index), faults.get(int(flight.slots[index])))
+    for faulty in np.flatnonzero(flight.live & (tokens < 0)):
+        if flight.live[faulty]:  # failing a row takes the others of its request out of the flight, too
+            slot = int(flight.slots[faulty])
+            _fail_row(state, worker.table.sequence(slot).request, faults.get(slot))
+    good = flight.live & (tokens >= 0)
+    worker.flights.popleft()
+    _record(state, worker, flight, good, tokens, entries)
+
+
+def _record(
+    state: State,
+    worker: WorkerState,
+    flight: Flight,
+    good: npt.NDArray[np.bool_],
+    tokens: Int32Array,
+    entries: dict[int, LogprobEntry],
+) -> None:
+    """One vectorised pass over the rows that have a token; Python runs only for rows that end or want log-probabilities."""
+    table = worker.table
+    indices: Int32Array = np.flatnonzero(good).astype(np.int32)
+    if not len(indices):
+        return
+    slots, tokens = flight.slots[indices], tokens[indices]
+    table.append(slots, tokens)
+    hit = table.stopped(slots, tokens)
+    finishes = finish_codes(hit, table.length[slots] >= table.limit[slots])
+    state.counters.generation_tokens += len(slots)
+    for i in np.flatnonzero(hit):
+        finishes[i] = _which_end(table.sequence(int(slots[i])).request, int(tokens[i]))
+
+    wants = table.logprobs[slots]
+    slow = np.flatnonzero(wants)
+    for i in slow:
+        sequence = table.sequence(int(slots[i]))
+        sequence.finish = FinishReason(int(finishes[i]))
+        sequence.logprobs.append(entries[int(indices[i])])
+        offset = int(table.length[slots[i]] - table.prompt_length[slots[i]]) - 1
+        sequence.request.gateway.delivery.add_sequence(sequence, offset, tokens[i : i + 1])
+    if len(slow) < len(slots):
+        _deliver_rows(state, worker, slots[~wants], finishes[~wants], tokens[~wants])
+
+    for i in np.flatnonzero(finishes):
+        sequence = table.sequence(int(slots[i]))
+        sequence.finish = FinishReason(int(finishes[i]))
+        _finish_if_complete(state, sequence.request)
+
+
+def _deliver_rows(
+    state: State, worker: WorkerState, slots: Int32Array, finishes: Int32Array, tokens: Int32Array
+) -> None:
+    table = worker.table
+    owners = table.gateway[slots]
+    offsets = table.length[slots] - table.prompt_length[slots] - 1
+    columns = (table.handle[slots], table.sequence_index[slots], offsets, finishes, tokens)
+    if len(state.gateways) == 1:
+        [gateway] = state.gateways.values()
+        gateway.delivery.add_rows(*columns)
+        return
+    for gateway in state.gateways.values():
+        mine = owners == gateway.index
+        if mine.any():
+            gateway.delivery.add_rows(*(column[mine] for column in columns))
+
+
+def _take_orphan(
+    state: State, sequence: Sequence, token: int, entry: LogprobEntry | None, fault: RowFault | None
+) -> None:
+    """A token for a sequence that was preempted while it was on its way: it is valid and kept."""
+    request = sequence.request
+    sequence.in_flight -= 1
+    if request.status is Status.ENDED or sequence.finish is not FinishReason.NOT_FINISHED:
+        return
+    if token < 0:
+        _fail_row(state, request, fault)
+        return
+    sequence.append(token)
+    output_length = len(sequence.tokens) - len(request.prompt)
+    sequence.finish = finish_reason(request.sampling, token, output_length)
+    state.counters.generation_tokens += 1
+    if entry is not None:
+        sequence.logprobs.append(entry)
+    request.gateway.delivery.add_sequence(sequence, output_length - 1, sequence.tokens[-1:])
+    _finish_if_complete(state, request)
+
+
+def _finish_if_complete(state: State, request: Request) -> None:
+    if all(sequence.finish is not FinishReason.NOT_FINISHED for sequence in request.sequences):
+        state.counters.requests_finished += 1
+        lifecycle.end(state, request, acknowledge=True)
+
+
+def _fail_row(state: State, request: Request, fault: RowFault | None) -> None:
+    if fault is None:
+        lifecycle.fail(state, request, "internal_error", "the worker could not compute this request and gave no reason")
+    else:
+        lifecycle.fail(state, request, fault.code, fault.message)
+
+
+def _which_end(request: Request, token: int) -> FinishReason:
+    sampling = request.sampling
+    is_eos = not sampling.ignore_eos and token in sampling.eos_token_ids
+    return FinishReason.EOS if is_eos else FinishReason.STOP_TOKEN
+
+
+def _entries(logprobs: TokenLogprobs) -> dict[int, LogprobEntry]:
+    """The entries by index into the result's tokens."""
+    if not len(logprobs.rows):
+        return {}
+    ends = np.cumsum(logprobs.counts)
+    if (
+        len(logprobs.counts) != len(logprobs.rows)
+        or len(logprobs.ranks) != len(logprobs.rows)
+        or ends[-1] != len(logprobs.token_ids)
+        or len(logprobs.values) != len(logprobs.token_ids)
+    ):
+        raise ProtocolError("log-probabilities of inconsistent lengths")
+    starts = ends - logprobs.counts
+    return {
+        int(row): LogprobEntry(int(rank), logprobs.token_ids[start:end], logprobs.values[start:end])
+        for row, rank, start, end in zip(logprobs.rows, logprobs.ranks, starts, ends, strict=True)
+    }
+
+
+def _check_entries(worker: WorkerState, flight: Flight, tokens: Int32Array, entries: dict[int, LogprobEntry]) -> None:
+    wanted = {int(i) for i in np.flatnonzero(flight.live & worker.table.logprobs[flight.slots])}
+    wanted |= {i for i, sequence in flight.orphans.items() if sequence.request.sampling.logprobs is not None}
+    missing = [i for i in wanted - entries.keys() if tokens[i] >= 0]
+    if missing:
+        raise ProtocolError(f"log-probabilities of tokens {sorted(missing)} are missing")

@@ -1,0 +1,151 @@
+"""The running sequences of one worker, as arrays: row = slot. One vectorised pass over them makes a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from pagemill_scheduler.request import Sequence
+from pagemill_shared.schema import Int32Array
+
+STOP_IDS_WIDTH = 8
+"""Stop and end tokens checked in the vectorised pass; rows with more are checked one by one."""
+
+_NONE = -1
+
+
+class SlotTable:
+    """Arrays of ``capacity`` rows.
+
+    Attributes:
+        tokens: [capacity, max_length] prompt and output of each row.
+        length: [capacity] known tokens.
+        pending: [capacity] tokens that plans in flight will sample.
+        computed: [capacity] leading tokens whose keys and values are computed once the plans in flight are done.
+        limit: [capacity] most tokens, prompt included.
+        prompt_length, min_length: [capacity]; end tokens count only from min_length on.
+        blocks: [capacity, max_blocks] block tables; num_blocks: [capacity] entries used.
+        stop_ids: [capacity, STOP_IDS_WIDTH] padded with -1; many_stops: [capacity] bool, more than fit there.
+        logprobs: [capacity] bool, wants log-probabilities.
+        handle, sequence_index, gateway: [capacity] where its tokens are delivered to.
+        key: [capacity] int64, the request's order.
+    """
+
+    def __init__(self, capacity: int, max_length: int, block_size: int) -> None:
+        self.capacity, self.max_length, self.block_size = capacity, max_length, block_size
+        max_blocks = -(-max_length // block_size)
+        # np.empty: the system backs these lazily, row by row, as far as sequences really grow.
+        self.tokens = np.empty((capacity, max_length), np.int32)
+        self.blocks = np.empty((capacity, max_blocks), np.int32)
+        self.length = np.zeros(capacity, np.int32)
+        self.pending = np.zeros(capacity, np.int32)
+        self.computed = np.zeros(capacity, np.int32)
+        self.limit = np.zeros(capacity, np.int32)
+        self.prompt_length = np.zeros(capacity, np.int32)
+        self.min_length = np.zeros(capacity, np.int32)
+        self.num_blocks = np.zeros(capacity, np.int32)
+        self.stop_ids = np.full((capacity, STOP_IDS_WIDTH), _NONE, np.int32)
+        self.many_stops = np.zeros(capacity, np.bool_)
+        self.logprobs = np.zeros(capacity, np.bool_)
+        self.handle = np.zeros(capacity, np.int32)
+        self.sequence_index = np.zeros(capacity, np.int32)
+        self.gateway = np.zeros(capacity, np.int32)
+        self.key = np.zeros(capacity, np.int64)
+        self._sequences: list[Sequence | None] = [None] * capacity
+        self._free = list(range(capacity - 1, -1, -1))
+        self._order: Int32Array | None = None
+
+    def __len__(self) -> int:
+        return self.capacity - len(self._free)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def sequence(self, slot: int) -> Sequence:
+        """
+        Raises:
+            RuntimeError: the slot is empty.
+        """
+        sequence = self._sequences[slot]
+        if sequence is None:
+            raise RuntimeError(f"slot {slot} is empty")
+        return sequence
+
+    def sequences(self) -> Iterator[Sequence]:
+        return (sequence for sequence in self._sequences if sequence is not None)
+
+    def order(self) -> Int32Array:
+        """Slots in use, first to be served first. Do not write to it."""
+        if self._order is None:
+            slots = np.fromiter((s.slot for s in self.sequences()), np.int32, len(self))
+            self._order = slots[np.argsort(self.key[slots], kind="stable")]
+        return self._order
+
+    def blocks_of(self, slot: int) -> Int32Array:
+        """The slot's block table, as a view."""
+        return self.blocks[slot, : self.num_blocks[slot]]
+
+    def tokens_of(self, slot: int) -> Int32Array:
+        """The slot's tokens, as a view."""
+        return self.tokens[slot, : self.length[slot]]
+
+    def join(self, sequence: Sequence, blocks: Int32Array) -> int:
+        """Give ``sequence`` a slot, with nothing computed and ``blocks`` as its block table."""
+        slot = self._free.pop()
+        request, sampling = sequence.request, sequence.request.sampling
+        length = len(sequence.tokens)
+        self.tokens[slot, :length] = sequence.tokens
+        self.length[slot] = length
+        self.pending[slot] = 0
+        self.computed[slot] = 0
+        self.prompt_length[slot] = len(request.prompt)
+        self.limit[slot] = min(request.limit, self.max_length)
+        self.min_length[slot] = min(len(request.prompt) + sampling.min_tokens, 2**31 - 1)
+        self.blocks[slot, : len(blocks)] = blocks
+        self.num_blocks[slot] = len(blocks)
+        ends = () if sampling.ignore_eos else sampling.eos_token_ids
+        stops = np.unique(np.concatenate([ends, sampling.stop_token_ids])).astype(np.int32)
+        self.many_stops[slot] = len(stops) > STOP_IDS_WIDTH
+        self.stop_ids[slot] = _NONE
+        self.stop_ids[slot, : min(len(stops), STOP_IDS_WIDTH)] = stops[:STOP_IDS_WIDTH]
+        self.logprobs[slot] = sampling.logprobs is not None
+        self.handle[slot] = request.handle
+        self.sequence_index[slot] = sequence.index
+        self.gateway[slot] = request.gateway.index
+        self.key[slot] = request.key
+        self._sequences[slot] = sequence
+        self._order = None
+        sequence.slot = slot
+        return slot
+
+    def leave(self, slot: int) -> Sequence:
+        """Take the sequence out of its slot, its tokens with it."""
+        sequence = self.sequence(slot)
+        sequence.tokens = self.tokens_of(slot).copy()
+        sequence.slot = -1
+        self._sequences[slot] = None
+        self._free.append(slot)
+        self._order = None
+        return sequence
+
+    def append(self, slots: Int32Array, tokens: Int32Array) -> None:
+        """Record one sampled token for each of ``slots``, which are distinct."""
+        self.tokens[slots, self.length[slots]] = tokens
+        self.length[slots] += 1
+        self.pending[slots] -= 1
+
+    def stopped(self, slots: Int32Array, tokens: Int32Array) -> npt.NDArray[np.bool_]:
+        """[K] whether the token just appended to each slot is one of its end or stop tokens."""
+        hit: npt.NDArray[np.bool_] = (self.stop_ids[slots] == tokens[:, None]).any(axis=1)
+        many = self.many_stops[slots]
+        if many.any():
+            for i in np.flatnonzero(many):
+                sampling = self.sequence(int(slots[i])).request.sampling
+                token = int(tokens[i])
+                hit[i] = token in sampling.stop_token_ids or (
+                    not sampling.ignore_eos and token in sampling.eos_token_ids
+                )
+        return hit & (self.length[slots] >= self.min_length[slots])

@@ -1,0 +1,42 @@
+"""The queue of requests that are not running: first come first served within equal priority."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from pagemill_scheduler.request import Request
+
+
+class WaitingQueue:
+    """Sorted by ``Request.key``, which never changes: a preempted request goes back to where its arrival puts it."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return self._find(request) is not None
+
+    def add(self, request: Request) -> None:
+        insort(self._requests, request, key=lambda r: r.key)
+
+    def remove(self, request: Request) -> None:
+        """
+        Raises:
+            RuntimeError: it is not in the queue.
+        """
+        index = self._find(request)
+        if index is None:
+            raise RuntimeError(f"request {request.request_id} is not in the waiting queue")
+        del self._requests[index]
+
+    def _find(self, request: Request) -> int | None:
+        index = bisect_left(self._requests, request.key, key=lambda r: r.key)
+        found = index < len(self._requests) and self._requests[index] is request
+        return index if found else None

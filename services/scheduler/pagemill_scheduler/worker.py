@@ -1,0 +1,106 @@
+"""What the scheduler knows of one worker: its link, its block pool, its running sequences, its plans in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pagemill_scheduler.events import Peer
+from pagemill_scheduler.pool import BlockPool
+from pagemill_scheduler.request import Sequence
+from pagemill_scheduler.table import SlotTable
+from pagemill_shared.messages import WorkerHello
+from pagemill_shared.numbering import Incoming, Outgoing
+from pagemill_shared.schema import Int32Array
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A plan that was sent and has no result yet.
+
+    Attributes:
+        slots: [K] the slot behind each token that the result will hold, in the result's order.
+        live: [K] False where the sequence has left the slot since.
+        orphans: sequences preempted since, by index into ``slots``: their tokens still count.
+        num_tokens: tokens that the plan computes.
+    """
+
+    iteration: int
+    slots: Int32Array
+    num_tokens: int
+    dispatched_at: float
+    live: npt.NDArray[np.bool_] = field(init=False)
+    orphans: dict[int, Sequence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.live = np.ones(len(self.slots), np.bool_)
+
+    def forget(self, slot: int, orphan: Sequence | None) -> None:
+        """The sequence in ``slot`` leaves it. As ``orphan`` it still takes the token that is on its way."""
+        for index in np.flatnonzero((self.slots == slot) & self.live):
+            self.live[index] = False
+            if orphan is not None:
+                self.orphans[int(index)] = orphan
+                orphan.in_flight += 1
+
+
+@dataclass(slots=True, eq=False)
+class WorkerState:
+    """One worker.
+
+    Attributes:
+        released: slots that have become free since the last plan.
+        progress_at: when it last began or advanced: a plan's deadline counts from there.
+        leaving: it was told to stop; takes no new work.
+    """
+
+    peer: Peer
+    hello: WorkerHello
+    last_heard: float
+    table: SlotTable
+    pool: BlockPool
+    outgoing: Outgoing = field(default_factory=Outgoing)
+    incoming: Incoming = field(default_factory=Incoming)
+    flights: deque[Flight] = field(default_factory=deque)
+    released: list[int] = field(default_factory=list)
+    heartbeat_at: float = 0.0
+    progress_at: float = 0.0
+    leaving: bool = False
+    num_plans: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def identity(self) -> str:
+        return self.hello.identity
+
+    @property
+    def block_size(self) -> int:
+        return self.hello.block_size
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that it can ever hold, in tokens."""
+        return max_length(self.hello)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def vacate(self, slot: int, *, keep_in_flight: bool) -> Sequence:
+        """Take the sequence in ``slot`` off this worker and free its blocks."""
+        blocks = self.table.blocks_of(slot).copy()
+        pending = self.table.pending[slot] > 0
+        sequence = self.table.leave(slot)
+        self.pool.release(blocks)
+        self.released.append(slot)
+        if pending:
+            for flight in self.flights:
+                flight.forget(slot, sequence if keep_in_flight else None)
+        return sequence
+
+
+def max_length(hello: WorkerHello) -> int:
+    """Longest sequence that a worker can ever hold: the model's limit, or its whole pool."""
+    return min(hello.max_model_len, hello.num_blocks * hello.block_size)
