@@ -121,6 +121,16 @@ class BindSettings(SettingsGroup):
     allow_insecure_bind: bool = Field(False, description="let the scheduler bind beyond loopback without CURVE keys")
 
 
+class ShutdownSettings(SettingsGroup):
+    """How a process ends when it is told to."""
+
+    group: ClassVar[str] = "Processes"
+
+    shutdown_grace: float = Field(
+        10.0, ge=0, le=86_400, description="seconds that running requests get to finish on shutdown"
+    )
+
+
 class FleetSettings(SettingsGroup):
     """What happens while no worker is there."""
 
@@ -143,7 +153,6 @@ class HttpSettings(SettingsGroup):
     )
     served_model_name: str | None = Field(None, min_length=1, description="model name that the API answers to")
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest request body in bytes")
-    shutdown_grace: float = Field(10.0, ge=0, description="seconds that open streams get to finish on shutdown")
     metrics_prefix: str = Field("pagemill", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="prefix of metric names")
 
 
@@ -183,7 +192,14 @@ class ExecutionSettings(SettingsGroup):
 
 
 class GatewaySettings(
-    HttpSettings, FleetSettings, ModelSettings, FrontendSettings, CurveSettings, LivenessSettings, CommonSettings
+    HttpSettings,
+    FleetSettings,
+    ModelSettings,
+    FrontendSettings,
+    CurveSettings,
+    LivenessSettings,
+    ShutdownSettings,
+    CommonSettings,
 ):
     """The gateway's settings."""
 
@@ -196,13 +212,20 @@ class SchedulerSettings(
     BindSettings,
     CurveSettings,
     LivenessSettings,
+    ShutdownSettings,
     CommonSettings,
 ):
     """The scheduler's settings."""
 
 
 class WorkerSettings(
-    ExecutionSettings, ModelSettings, BackendSettings, CurveSettings, LivenessSettings, CommonSettings
+    ExecutionSettings,
+    ModelSettings,
+    BackendSettings,
+    CurveSettings,
+    LivenessSettings,
+    ShutdownSettings,
+    CommonSettings,
 ):
     """The worker's settings."""
 
@@ -212,8 +235,17 @@ class PrepareSettings(ModelSettings, CommonSettings):
 
 
 class ServeSettings(
-    HttpSettings, SchedulingSettings, FleetSettings, ExecutionSettings, ModelSettings, LivenessSettings, CommonSettings
+    HttpSettings,
+    SchedulingSettings,
+    FleetSettings,
+    ExecutionSettings,
+    ModelSettings,
+    LivenessSettings,
+    ShutdownSettings,
+    CommonSettings,
 ):
     """The settings of ``pagemill serve``: those of the three processes, save the endpoints, which it chooses itself."""
+
+    group: ClassVar[str] = "Processes"
 
     workers: int = Field(1, ge=1, le=64, description="worker processes")
