@@ -1,0 +1,7 @@
+"""``python -m pagemill``."""
+
+import sys
+
+from pagemill.main import main
+
+sys.exit(main())

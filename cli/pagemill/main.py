@@ -1,0 +1,161 @@
+"""The ``pagemill`` command. Each fault of the operator is one line on stderr and exit status 2, without a traceback."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+import click
+from pagemill_shared.errors import ConfigurationError
+from pagemill_shared.settings import (
+    GatewaySettings,
+    PrepareSettings,
+    SchedulerSettings,
+    ServeSettings,
+    WorkerSettings,
+)
+from pydantic_settings import BaseSettings
+
+from pagemill.configuration import read_settings
+from pagemill.openmp import let_threads_sleep
+from pagemill.options import SettingsCommand
+
+EXIT_CONFIGURATION = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and gives the exit status."""
+    command = _command()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = f"pagemill {words[0]}" if words and words[0] in command.commands else "pagemill"
+    try:
+        return int(command.main(args=words, prog_name="pagemill", standalone_mode=False) or 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        return EXIT_CONFIGURATION
+    except click.ClickException as error:
+        return _refuse(name, error.format_message())
+    except ConfigurationError as error:
+        return _refuse(name, str(error))
+    except (KeyboardInterrupt, click.Abort):
+        return EXIT_INTERRUPTED
+
+
+def _refuse(name: str, reason: str) -> int:
+    print(f"{name}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
+    return EXIT_CONFIGURATION
+
+
+def _command() -> click.Group:
+    group = click.Group(
+        "pagemill",
+        help="An LLM server built on PagedAttention, split into gateway, scheduler and workers.",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        no_args_is_help=True,
+        params=[
+            click.Option(
+                ["--version"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_print_version,
+                help="Show the version and end.",
+            ),
+        ],
+    )
+    for name, settings, run, text in (
+        (
+            "serve",
+            ServeSettings,
+            _serve,
+            "Start scheduler, workers and gateway on this machine, and keep them running.",
+        ),
+        ("gateway", GatewaySettings, _gateway, "Start one gateway: HTTP, tokenization, streaming."),
+        ("scheduler", SchedulerSettings, _scheduler, "Start the scheduler."),
+        ("worker", WorkerSettings, _worker, "Start one worker: the model and its KV cache."),
+        (
+            "prepare",
+            PrepareSettings,
+            _prepare,
+            "Write a model into the cache in the form that gateway and worker read.",
+        ),
+    ):
+        group.add_command(
+            SettingsCommand(name=name, settings=settings, run=_reading(settings, run), help=text, short_help=text)
+        )
+    group.add_command(
+        click.Command(
+            "keys",
+            params=[click.Argument(["folder"], type=click.Path(path_type=Path))],
+            callback=_keys,
+            help="Write new CURVE keys into FOLDER, for --curve-dir.",
+        )
+    )
+    group.add_command(click.Command("version", callback=_version, help="Show the version."))
+    return group
+
+
+def _reading(cls: type[BaseSettings], run: Callable[[Any], int]) -> Callable[[dict[str, Any]], int]:
+    return lambda typed: run(read_settings(cls, typed))
+
+
+def _serve(settings: ServeSettings) -> int:
+    from pagemill.serve import serve
+
+    return serve(settings)
+
+
+def _gateway(settings: GatewaySettings) -> int:
+    return int(_load("pagemill_gateway.app", "gateway").run(settings))
+
+
+def _scheduler(settings: SchedulerSettings) -> int:
+    return int(_load("pagemill_scheduler.app", None).run(settings))
+
+
+def _worker(settings: WorkerSettings) -> int:
+    let_threads_sleep(os.environ)  # before torch is imported
+    return int(_load("pagemill_worker.app", "worker").run(settings))
+
+
+def _prepare(settings: PrepareSettings) -> int:
+    prepare_model = _load("pagemill_worker.prepare", "worker").prepare_model
+    folder = prepare_model(settings.model, settings.cache_dir, lambda line: print(line, flush=True))
+    print(f"{settings.model} is prepared in {folder}", flush=True)
+    return 0
+
+
+def _keys(folder: Path) -> int:
+    try:
+        _load("pagemill_shared.curve", None).generate_keys(folder)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write keys into {folder}: {error.strerror or error}") from None
+    print(f"CURVE keys are in {folder}", flush=True)
+    return 0
+
+
+def _version() -> int:
+    print(f"pagemill {installed_version('pagemill')}")
+    return 0
+
+
+def _print_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        _version()
+        ctx.exit()
+
+
+def _load(module: str, extra: str | None) -> Any:
+    """Imports a part only when its command runs, so that each image needs only its own extra."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if extra is None or (error.name or "").startswith("pagemill"):
+            raise
+        raise ConfigurationError(f"the package {error.name} is missing; install pagemill[{extra}]") from None

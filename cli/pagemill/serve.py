@@ -1,0 +1,101 @@
+"""``pagemill serve``: the three processes on one machine, over ipc sockets in a private folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+from pagemill_shared.errors import ConfigurationError
+from pagemill_shared.manifest import prepared_folder, read_manifest
+from pagemill_shared.settings import GatewaySettings, PrepareSettings, SchedulerSettings, ServeSettings, WorkerSettings
+from pydantic_settings import BaseSettings
+
+from pagemill.configuration import as_environment
+from pagemill.folder import private_folder
+from pagemill.openmp import let_threads_sleep
+from pagemill.ready import ready_lines, until_ready, url_of
+from pagemill.supervisor import Part, PartError, Supervisor
+
+
+def serve(settings: ServeSettings) -> int:
+    """Runs until Ctrl-C or SIGTERM (exit status 0), or until a part is down for good.
+
+    Raises:
+        ConfigurationError: the address cannot be bound.
+    """
+    settings = settings.model_copy(update={"port": free_port(settings.host, settings.port)})
+
+    async def announce() -> None:
+        await until_ready(settings.host, settings.port)
+        name = settings.served_model_name or read_manifest(prepared_folder(settings.cache_dir, settings.model)).name
+        url = url_of(settings.host, settings.port)
+        print(ready_lines(url, name, with_key=settings.api_key is not None), flush=True)
+
+    width = len("worker 1") if settings.workers > 1 else len("scheduler")
+
+    def report(part: str, line: str) -> None:
+        prefix = f"{part:{width}} | " if settings.log_format == "console" else ""
+        print(prefix + line, file=sys.stderr, flush=True)
+
+    with private_folder() as folder:
+        supervisor = Supervisor(stages(settings, folder), first=[_preparation(settings)], report=report)
+        try:
+            return asyncio.run(supervisor.run(announce))
+        except PartError as failure:
+            print(f"pagemill serve: {failure}", file=sys.stderr, flush=True)
+            return failure.exit_code
+
+
+def free_port(host: str, port: int) -> int:
+    """``port`` if it can be bound now, or a free one for 0. Asked before anything slow begins.
+
+    Raises:
+        ConfigurationError: names the address and the reason.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+
+
+def stages(settings: ServeSettings, folder: Path) -> list[list[Part]]:
+    """The parts in the order of their start; they stop in the reverse order, the gateway first."""
+    endpoints = {"frontend": f"ipc://{folder}/frontend", "backend": f"ipc://{folder}/backend"}
+    scheduler = _part("scheduler", "scheduler", SchedulerSettings, settings, endpoints, stop_timeout=5.0)
+    names = ["worker"] if settings.workers == 1 else [f"worker {number + 1}" for number in range(settings.workers)]
+    workers = [_part(name, "worker", WorkerSettings, settings, endpoints, stop_timeout=10.0) for name in names]
+    gateway = _part(
+        "gateway", "gateway", GatewaySettings, settings, endpoints, stop_timeout=settings.shutdown_grace + 5.0
+    )
+    return [[scheduler], workers, [gateway]]
+
+
+def _preparation(settings: ServeSettings) -> Part:
+    return _part("prepare", "prepare", PrepareSettings, settings, {}, stop_timeout=5.0)
+
+
+def _part(
+    name: str,
+    command: str,
+    cls: type[BaseSettings],
+    settings: ServeSettings,
+    endpoints: dict[str, str],
+    *,
+    stop_timeout: float,
+) -> Part:
+    values = {**settings.model_dump(), **endpoints}
+    environment = dict(os.environ)
+    if cls is WorkerSettings:
+        let_threads_sleep(environment)
+    own = {field: values[field] for field in cls.model_fields if field in values}
+    # -P: the working directory must not become importable.
+    return Part(name, (sys.executable, "-P", "-m", "pagemill", command), as_environment(own, environment), stop_timeout)
