@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pagemill_shared.errors import ConfigurationError
+from pagemill_worker.prepare.json_file import read_json
 from pagemill_worker.prepare.safetensors_stream import read_shapes
 
 Json = dict[str, Any]
@@ -23,23 +23,6 @@ class ModelFacts:
     max_model_len: int
     bos_token_id: int | None
     eos_token_ids: list[int]
-
-
-def read_json(path: Path) -> Json:
-    """A JSON object, or an empty one where there is no such file.
-
-    Raises:
-        ConfigurationError: the file is unreadable, or is not a JSON object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} is not a JSON object")
-    return content
 
 
 def read_facts(folder: Path) -> ModelFacts:

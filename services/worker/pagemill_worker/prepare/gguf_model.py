@@ -14,26 +14,23 @@ def prepare_gguf(file: GgufFile, space: Workspace) -> None:
     """Writes configuration, tokenizer, templates and float32 weights.
 
     Raises:
-        ConfigurationError: the file is damaged, or holds what is not supported.
+        ConfigurationError: the file is damaged, holds what is not supported, or there is no space for the weights.
     """
-    space.step("reading the GGUF file")
     architecture = architecture_of(file)
     config = model_config(file, architecture)
     mapped = map_tensors(file, architecture, config)
     tokenizer = read_tokenizer(file, config["max_position_embeddings"])
+    tensors = [FloatTensor(entry.name, entry.source.shape, entry.source.rows(entry.order)) for entry in mapped]
+    size = sum(tensor.nbytes for tensor in tensors)
 
+    space.reserve(size)
     space.write_json("config.json", config)
     space.write_json("generation_config.json", _generation_config(file))
     space.write_json("tokenizer.json", tokenizer.tokenizer)
     space.write_json("tokenizer_config.json", tokenizer.config)
     space.write_templates(tokenizer.templates)
-    tensors = [FloatTensor(entry.name, entry.source.shape, entry.source.rows(entry.order)) for entry in mapped]
-    space.write(
-        "model.safetensors",
-        encode(tensors),
-        step="converting the weights to float32",
-        total=sum(tensor.nbytes for tensor in tensors),
-    )
+    space.begin("converting the weights to float32", size)
+    space.write("model.safetensors", encode(tensors))
 
 
 def _generation_config(file: GgufFile) -> dict[str, object]:

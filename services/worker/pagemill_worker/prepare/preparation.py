@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import shutil
-import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from pagemill_shared.errors import ConfigurationError
-from pagemill_shared.manifest import ModelManifest, prepared_folder, read_manifest, write_manifest
+from pagemill_shared.manifest import FORMAT, ModelManifest, prepared_folder, read_manifest, write_manifest
 from pagemill_worker.prepare.facts import read_facts
 from pagemill_worker.prepare.sources import Source, find_source
 from pagemill_worker.prepare.workspace import Report, Workspace
@@ -20,6 +20,7 @@ REVISION = 1
 """Of what this package writes: a folder that another revision wrote is prepared anew."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_REQUIRED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def prepare_model(model: str, cache_dir: Path, report: Report) -> Path:
@@ -42,19 +43,31 @@ def prepare_model(model: str, cache_dir: Path, report: Report) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_name(f".{folder.name}.lock"))
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            report("waiting for another process that prepares this model", None)
-            lock.acquire()
-        with lock:
-            lock.release()  # `with` has taken it a second time
-            if not _is_current(folder, source):
+        with _locked(folder, report):
+            if not _is_current(folder, source):  # another process may have made it meanwhile
                 _prepare(model, source, folder, report)
-    except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be written: {error.strerror or error}") from error
+    except (OSError, NotImplementedError) as error:  # the latter from file systems without locks
+        raise ConfigurationError(f"{folder} cannot be written: {_cause(error)}") from error
     return folder
+
+
+def _cause(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+@contextmanager
+def _locked(folder: Path, report: Report) -> Iterator[None]:
+    """The kernel frees the lock when its holder dies."""
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        report("waiting for another process that prepares this model", None)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _is_current(folder: Path, source: Source) -> bool:
@@ -63,7 +76,14 @@ def _is_current(folder: Path, source: Source) -> bool:
     except ConfigurationError:
         return False
     state = source.state()
-    return state is None or manifest.source_state == _state(state)
+    weights = list(folder.glob("*.safetensors"))
+    return (
+        manifest.format == FORMAT
+        and (state is None or manifest.source_state == _state(state))
+        and all((folder / name).is_file() for name in _REQUIRED)
+        and bool(weights)
+        and all(path.is_file() for path in weights)  # a link's target may be gone
+    )
 
 
 def _state(state: str) -> str:
@@ -71,20 +91,20 @@ def _state(state: str) -> str:
 
 
 def _prepare(model: str, source: Source, folder: Path, report: Report) -> None:
-    for left in folder.parent.glob(f".{folder.name}.tmp-*"):
-        shutil.rmtree(left)  # of a process that was killed; the lock says that none is at work
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
+    made, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
+    for left in (made, old):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    made.mkdir()
+    space = Workspace(made, report)
     try:
-        state = source.state()
-        space = Workspace(made, report)
-        source.prepare(space)
+        state = source.prepare(space)
         facts = read_facts(made)
         write_manifest(
             made,
             ModelManifest(
                 name=source.name,
                 source=model,
-                source_state=_state(state or ""),
+                source_state=_state(state),
                 fingerprint=space.fingerprint(),
                 architecture=facts.architecture,
                 vocab_size=facts.vocab_size,
@@ -93,21 +113,13 @@ def _prepare(model: str, source: Source, folder: Path, report: Report) -> None:
                 eos_token_ids=facts.eos_token_ids,
             ),
         )
-        made.chmod(0o755)
-        _replace(folder, made)
+        with suppress(FileNotFoundError):
+            folder.rename(old)  # a rename does not replace a folder that holds files
+        made.rename(folder)
     except OSError as error:
         if error.errno in _FULL:
-            raise ConfigurationError(f"{folder.parent} has no space left for the prepared model") from error
+            raise space.no_space_left() from error
         raise
     finally:
-        shutil.rmtree(made, ignore_errors=True)
-    report("the model is prepared", 1.0)
-
-
-def _replace(folder: Path, made: Path) -> None:
-    """Puts ``made`` in the place of ``folder``, which a rename can only do where there is none."""
-    old = made.with_name(f"{made.name}-old")
-    with suppress(FileNotFoundError):
-        folder.rename(old)
-    made.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+        for left in (made, old):
+            shutil.rmtree(left, ignore_errors=True)
