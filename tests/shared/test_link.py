@@ -1,0 +1,448 @@
+"""The connecting side of the protocol, alone and against a model of the scheduler's side over a faulty wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_shared.errors import ProtocolError
+from pagemill_shared.link import LinkState, PeerLink
+from pagemill_shared.messages import (
+    AbortRequest,
+    Delivery,
+    FleetStatus,
+    GatewayHello,
+    GatewaySync,
+    GatewayWelcome,
+    Heartbeat,
+    HelloRequest,
+    IterationPlan,
+    IterationResult,
+    Resync,
+    StateReport,
+    WorkerDismissed,
+    WorkerHello,
+    WorkerWelcome,
+)
+from pagemill_shared.numbering import Incoming, Outgoing, Verdict
+from pagemill_shared.schema import Message
+
+INTERVAL, TIMEOUT = 0.5, 3.0
+WORKER = WorkerHello("w", "f", "m", "cpu", "float32", "torch", 100, 100, 16, 8, 0, 1024, 1.0, 1.0)
+GATEWAY = GatewayHello("g", "f")
+
+
+def worker_link() -> PeerLink:
+    return PeerLink(WORKER, heartbeat_interval=INTERVAL, peer_timeout=TIMEOUT)
+
+
+def gateway_link() -> PeerLink:
+    return PeerLink(GATEWAY, heartbeat_interval=INTERVAL, peer_timeout=TIMEOUT)
+
+
+def welcomed_worker(epoch: int = 10, now: float = 0.0) -> PeerLink:
+    link = worker_link()
+    assert link.tick(now) == [WORKER]
+    assert link.received(now, WorkerWelcome(epoch, 4, 64)).apply
+    return link
+
+
+def result(epoch: int, iteration: int) -> IterationResult:
+    return IterationResult(epoch, iteration, np.zeros(0, np.int32))
+
+
+# ---------------------------------------------------------------- hello
+
+
+def test_says_hello_once_then_probes_with_heartbeats_until_the_timeout() -> None:
+    link = worker_link()
+    assert link.tick(0.0) == [WORKER]
+    assert link.tick(0.1) == []
+    assert link.tick(0.5) == [Heartbeat(0, 0, 0)]
+    said = [message for now in np.arange(1.0, 7.0, 0.5) for message in link.tick(float(now))]
+    assert said.count(WORKER) == 2
+    assert link.state is LinkState.CONNECTING
+
+
+def test_a_hello_request_is_answered_by_one_hello_however_often_it_comes() -> None:
+    link = worker_link()
+    link.tick(0.0)
+    assert link.received(0.9, HelloRequest()).send == (WORKER,)
+    assert link.received(0.9, HelloRequest()).send == ()
+    assert link.received(1.3, HelloRequest()).send == ()
+    assert link.received(1.5, HelloRequest()).send == (WORKER,)
+
+
+def test_a_hello_request_ends_the_epoch() -> None:
+    link = welcomed_worker()
+    assert link.received(5.0, HelloRequest()).send == (WORKER,)
+    assert (link.in_epoch, link.state) == (False, LinkState.CONNECTING)
+    assert not link.count_result(result(10, 1))
+
+
+def test_a_restarted_scheduler_whose_clock_was_set_back_is_accepted() -> None:
+    link = welcomed_worker(epoch=10)
+    link.received(5.0, HelloRequest())
+    assert link.received(5.0, WorkerWelcome(3, 4, 64)).apply
+    assert link.received(5.0, IterationPlan(3, 1)).apply
+
+
+def test_the_incarnation_is_that_of_the_last_welcome() -> None:
+    link = gateway_link()
+    link.tick(0.0)
+    assert link.incarnation is None
+    link.received(0.0, GatewayWelcome(10, 77))
+    link.received(0.0, GatewayWelcome(9, 76))  # an old one
+    assert link.incarnation == 77
+
+
+# ---------------------------------------------------------------- epochs and numbers
+
+
+def test_a_welcome_begins_an_epoch() -> None:
+    link = welcomed_worker()
+    assert (link.in_epoch, link.epoch, link.state) == (True, 10, LinkState.CONNECTED)
+    first, second = IterationPlan(10, 1), IterationPlan(10, 2)
+    assert link.received(0.1, first).apply == (first,)
+    assert link.received(0.1, second).apply == (second,)
+
+
+def test_a_repeated_or_older_welcome_does_not_begin_an_epoch_again() -> None:
+    link = welcomed_worker()
+    link.received(0.1, IterationPlan(10, 1))
+    for epoch in (10, 9):
+        outcome = link.received(0.1, WorkerWelcome(epoch, 4, 64))
+        assert not outcome.apply
+        assert not outcome.send
+    assert link.received(0.1, IterationPlan(10, 2)).apply
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 9])
+def test_a_plan_out_of_turn_breaks_the_epoch_once(number: int) -> None:
+    link = welcomed_worker()
+    link.received(0.0, IterationPlan(10, 1))
+    outcome = link.received(0.1, IterationPlan(10, number))
+    assert not outcome.apply
+    assert outcome.send == (Resync(10, f"IterationPlan {number} came, expected 2"),)
+    assert not link.in_epoch
+    for late in (IterationPlan(10, 2), IterationPlan(10, 5), Heartbeat(10, 5, 0), WorkerWelcome(10, 4, 64)):
+        outcome = link.received(0.2, late)
+        assert not outcome.apply
+        assert not outcome.send
+    assert link.received(0.3, WorkerWelcome(11, 4, 64)).apply
+    assert link.received(0.3, IterationPlan(11, 1)).apply
+
+
+def test_a_heartbeat_that_counts_more_than_came_breaks_the_epoch() -> None:
+    link = welcomed_worker()
+    assert link.received(0.1, Heartbeat(10, 0, 0)).send == ()
+    assert link.received(0.2, Heartbeat(10, 1, 0)).send == (Resync(10, "heartbeat says 1 were sent, expected 0"),)
+
+
+@pytest.mark.parametrize("message", [IterationPlan(11, 1), Heartbeat(11, 1, 0)])
+def test_a_message_of_an_epoch_without_welcome_asks_for_another(message: Message) -> None:
+    link = welcomed_worker()
+    outcome = link.received(0.1, message)
+    assert [type(reply) for reply in outcome.send] == [Resync]
+    assert (outcome.send[0].epoch, link.in_epoch) == (11, False)  # type: ignore[attr-defined]
+    assert not link.received(0.1, WorkerWelcome(11, 4, 64)).apply  # it comes too late: a number was passed over
+    assert link.received(0.1, WorkerWelcome(12, 4, 64)).apply
+
+
+def test_an_unanswered_resync_is_followed_by_a_hello() -> None:
+    link = welcomed_worker()
+    link.received(1.0, IterationPlan(10, 7))
+    said = [message for step in range(2, 9) for message in link.tick(step * 0.5)]
+    assert said.count(WORKER) == 1
+    assert [type(message) for message in said[:-1]] == [Heartbeat] * (len(said) - 1)
+
+
+def test_gateway_numbers_count_from_one_and_end_with_the_epoch() -> None:
+    link = gateway_link()
+    link.tick(0.0)
+    with pytest.raises(RuntimeError, match="no epoch"):
+        link.next_number()
+    link.received(0.0, GatewayWelcome(10, 1))
+    assert [link.next_number(), link.next_number()] == [(10, 1), (10, 2)]
+    assert link.tick(0.5) == [Heartbeat(10, 2, 0)]
+    link.received(0.6, Delivery(10, 2))
+    with pytest.raises(RuntimeError, match="no epoch"):
+        link.next_number()
+
+
+def test_results_are_counted_by_their_plans_and_dropped_with_their_epoch() -> None:
+    link = welcomed_worker()
+    link.received(0.0, IterationPlan(10, 1))
+    link.received(0.0, IterationPlan(10, 2))
+    assert link.tick(0.5) == [Heartbeat(10, 0, 2)]
+    assert link.count_result(result(10, 1))
+    assert link.tick(1.0) == [Heartbeat(10, 1, 2)]
+    with pytest.raises(RuntimeError, match="result 3 follows result 1"):
+        link.count_result(result(10, 3))
+    assert not link.count_result(result(9, 2))
+    link.received(1.0, WorkerWelcome(11, 4, 64))
+    assert not link.count_result(result(10, 2))
+    assert link.tick(1.5) == [Heartbeat(11, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("link", "message"),
+    [
+        (worker_link(), Delivery(1, 1)),
+        (worker_link(), GatewayWelcome(1, 1)),
+        (worker_link(), StateReport(1, b"{}")),
+        (worker_link(), Resync(1, "")),
+        (worker_link(), WORKER),
+        (gateway_link(), IterationPlan(1, 1)),
+        (gateway_link(), WorkerWelcome(1, 4, 64)),
+        (gateway_link(), WorkerDismissed("")),
+        (gateway_link(), AbortRequest(1, 1, 1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_messages_for_others_are_refused_and_change_nothing(link: PeerLink, message: Message) -> None:
+    with pytest.raises(ProtocolError, match="is not for a"):
+        link.received(0.0, message)
+    assert (link.state, link.epoch) == (LinkState.CONNECTING, 0)
+
+
+def test_messages_without_number_are_applied_at_any_time() -> None:
+    for link, message in (
+        (worker_link(), WorkerDismissed("no")),
+        (gateway_link(), FleetStatus(0, 0, 0, "")),
+        (gateway_link(), StateReport(1, b"{}")),
+    ):
+        assert link.received(0.0, message).apply == (message,)
+
+
+# ---------------------------------------------------------------- silence
+
+
+def test_a_silent_scheduler_is_lost_and_the_epoch_outlives_its_silence() -> None:
+    link = welcomed_worker()
+    link.tick(TIMEOUT)
+    assert link.state is LinkState.CONNECTED
+    link.tick(TIMEOUT + 0.1)
+    assert link.state is LinkState.LOST
+    assert link.in_epoch
+    plan = IterationPlan(10, 1)
+    assert link.received(9.0, plan).apply == (plan,)
+    assert link.state is LinkState.CONNECTED
+
+
+def test_a_lost_scheduler_is_probed_by_heartbeats_alone() -> None:
+    link = welcomed_worker()
+    said = [message for step in range(1, 60) for message in link.tick(step * 0.25)]
+    assert said == [Heartbeat(10, 0, 0)] * len(said)
+    assert len(said) == 29
+
+
+def test_a_scheduler_that_was_never_heard_of_is_not_lost() -> None:
+    link = worker_link()
+    for step in range(20):
+        link.tick(float(step))
+    assert link.state is LinkState.CONNECTING
+
+
+# ---------------------------------------------------------------- a faulty wire
+
+
+@dataclass
+class SchedulerSide:
+    """The other end as docs/protocol.md has it, with nothing but the numbers."""
+
+    gateway: bool
+    known: bool = False
+    epoch: int = 0
+    outgoing: Outgoing = field(default_factory=Outgoing)
+    incoming: Incoming = field(default_factory=Incoming)
+    applied: list[tuple[int, int]] = field(default_factory=list)
+    heartbeat_at: float = 0.0
+
+    def received(self, message: Message) -> list[Message]:
+        if isinstance(message, WorkerHello | GatewayHello):
+            self.known = True
+            return self.begin()
+        if not self.known:
+            return [HelloRequest()]
+        match message:
+            case Resync(epoch=epoch) if epoch == self.epoch:
+                return self.begin()
+            case Heartbeat(epoch=epoch, sent=sent):
+                if self.incoming.check_heartbeat(epoch, sent) is Verdict.BROKEN:
+                    return self.begin()
+            case (
+                IterationResult(epoch=epoch, iteration=number)
+                | AbortRequest(epoch=epoch, number=number)
+                | GatewaySync(epoch=epoch, number=number)
+            ):
+                verdict = self.incoming.accept(epoch, number)
+                if verdict is Verdict.BROKEN:
+                    return self.begin()
+                if verdict is Verdict.APPLY:
+                    self.applied.append((epoch, number))
+        return []
+
+    def begin(self) -> list[Message]:
+        self.epoch += 1
+        self.outgoing.begin(self.epoch)
+        self.incoming.begin(self.epoch)
+        return [GatewayWelcome(self.epoch, 1) if self.gateway else WorkerWelcome(self.epoch, 4, 64)]
+
+    def step(self, now: float) -> list[Message]:
+        if not self.known:
+            return []
+        number = self.outgoing.next()
+        messages: list[Message] = [Delivery(self.epoch, number) if self.gateway else IterationPlan(self.epoch, number)]
+        if now >= self.heartbeat_at:
+            self.heartbeat_at = now + INTERVAL
+            messages.append(Heartbeat(self.epoch, self.outgoing.sent, self.incoming.received))
+        return messages
+
+
+@dataclass
+class PeerSide:
+    """A link and what its owner would do: answer plans, or send a sync and then one message a step."""
+
+    link: PeerLink
+    applied: list[tuple[int, int]] = field(default_factory=list)
+    welcomes: int = 0
+
+    def received(self, now: float, message: Message) -> list[Message]:
+        outcome = self.link.received(now, message)
+        replies = list(outcome.send)
+        for item in outcome.apply:
+            match item:
+                case IterationPlan():
+                    self.applied.append((item.epoch, item.iteration))
+                    answer = result(item.epoch, item.iteration)
+                    if self.link.count_result(answer):
+                        replies.append(answer)
+                case Delivery():
+                    self.applied.append((item.epoch, item.number))
+                case GatewayWelcome():
+                    self.welcomes += 1
+                    replies.append(GatewaySync(*self.link.next_number(), np.zeros(0, np.int32)))
+                case WorkerWelcome():
+                    self.welcomes += 1
+        return replies
+
+    def step(self, now: float) -> list[Message]:
+        messages: list[Message] = []
+        if isinstance(self.link.hello, GatewayHello) and self.link.in_epoch:
+            messages.append(AbortRequest(*self.link.next_number(), 1))
+        return messages + self.link.tick(now)
+
+
+@dataclass
+class Wire:
+    """One direction. The message with index ``at`` is dropped, sent twice, or overtaken by the next."""
+
+    fault: str
+    at: int
+    sent: int = 0
+    held: Message | None = None
+    hit: Message | None = None
+
+    def carry(self, messages: list[Message]) -> list[Message]:
+        arriving: list[Message] = []
+        for message in messages:
+            index, self.sent = self.sent, self.sent + 1
+            if index == self.at:
+                self.hit = message
+                if self.fault == "repeat":
+                    arriving += [message, message]
+                elif self.fault == "swap":
+                    self.held = message
+            else:
+                arriving.append(message)
+                if self.held is not None:
+                    arriving.append(self.held)
+                    self.held = None
+        return arriving
+
+
+STEPS = 120
+
+
+def converse(gateway: bool, to_peer: Wire, to_scheduler: Wire) -> tuple[SchedulerSide, PeerSide]:
+    scheduler = SchedulerSide(gateway)
+    peer = PeerSide(gateway_link() if gateway else worker_link())
+    inbound: list[Message] = []  # on their way to the scheduler
+    for step in range(STEPS):
+        now = step * 0.1
+        outbound = [reply for message in inbound for reply in scheduler.received(message)]
+        outbound = to_peer.carry(outbound + scheduler.step(now))
+        replies = [reply for message in outbound for reply in peer.received(now, message)]
+        inbound = to_scheduler.carry(replies + peer.step(now))
+    return scheduler, peer
+
+
+def assert_in_order(applied: list[tuple[int, int]]) -> None:
+    """Within an epoch 1, 2, 3, … and epochs in order: nothing was left out, repeated or applied out of turn."""
+    epoch, number = -1, 0
+    for this in applied:
+        assert this == (epoch, number + 1) or (this[0] > epoch and this[1] == 1), (applied, this)
+        epoch, number = this
+
+
+@pytest.mark.parametrize("gateway", [False, True], ids=["worker", "gateway"])
+def test_a_sound_wire_needs_one_epoch(gateway: bool) -> None:
+    scheduler, peer = converse(gateway, Wire("none", -1), Wire("none", -1))
+    assert (scheduler.epoch, peer.welcomes) == (1, 1)
+    assert len(peer.applied) >= STEPS - 3
+    assert len(scheduler.applied) >= STEPS - 5
+
+
+@given(
+    gateway=st.booleans(),
+    fault=st.sampled_from(["drop", "repeat", "swap"]),
+    towards_peer=st.booleans(),
+    at=st.integers(0, 60),
+)
+def test_one_fault_leads_to_at_most_one_resend(gateway: bool, fault: str, towards_peer: bool, at: int) -> None:
+    faulty, sound = Wire(fault, at), Wire("none", -1)
+    scheduler, peer = converse(gateway, *((faulty, sound) if towards_peer else (sound, faulty)))
+    assert faulty.hit is not None
+    assert_in_order(peer.applied)
+    assert_in_order(scheduler.applied)
+    assert scheduler.epoch <= 2
+    if isinstance(faulty.hit, IterationPlan | Delivery | IterationResult | AbortRequest | GatewaySync):
+        assert scheduler.epoch == 2
+        assert peer.welcomes == 2
+    # Whatever happened, at the end both agree again and all goes on.
+    assert peer.link.in_epoch
+    assert peer.link.epoch == scheduler.epoch
+    assert peer.applied[-1] == (scheduler.epoch, scheduler.outgoing.sent)
+    assert scheduler.applied[-1][0] == scheduler.epoch
+
+
+@given(
+    gateway=st.booleans(),
+    faults=st.lists(
+        st.tuples(st.sampled_from(["drop", "repeat", "swap"]), st.booleans(), st.integers(0, 40)), max_size=6
+    ),
+)
+def test_many_faults_never_lead_to_a_wrong_application(gateway: bool, faults: list[tuple[str, bool, int]]) -> None:
+    scheduler, peer = converse(
+        gateway,
+        _chain([Wire(fault, at) for fault, towards_peer, at in faults if towards_peer]),
+        _chain([Wire(fault, at) for fault, towards_peer, at in faults if not towards_peer]),
+    )
+    assert_in_order(peer.applied)
+    assert_in_order(scheduler.applied)
+    assert peer.applied[-1] == (scheduler.epoch, scheduler.outgoing.sent)
+
+
+def _chain(wires: list[Wire]) -> Wire:
+    class Chain(Wire):
+        def carry(self, messages: list[Message]) -> list[Message]:
+            for wire in wires:
+                messages = wire.carry(messages)
+            return messages
+
+    return Chain("none", -1)
