@@ -38,7 +38,7 @@ class SchedulerCore:
 
     Args:
         config: the policy.
-        incarnation: grows with every start of a scheduler, below 2**39; makes its epochs differ from those of earlier ones.
+        incarnation: grows with every start of a scheduler, below 2**39, so that no epoch repeats.
     """
 
     def __init__(self, config: CoreConfig, incarnation: int) -> None:
@@ -48,7 +48,7 @@ class SchedulerCore:
         """Take in one event; what to do about it, in order.
 
         Raises:
-            InvariantViolation: only with ``check_invariants``; the core must not be used any further.
+            InvariantError: only with ``check_invariants``; the core must not be used any further.
         """
         state = self._state
         match event:
@@ -122,7 +122,6 @@ class SchedulerCore:
                 self._out_of_place(worker.identity, message)
 
     def _from_gateway(self, now: float, gateway: GatewayState, message: Message) -> None:
-        state = self._state
         match message:
             case GatewaySync() | SubmitRequest() | AbortRequest() | SequenceFinished():
                 verdict = gateway.incoming.accept(message.epoch, message.number)

@@ -79,7 +79,7 @@ def begin_epoch(state: State, worker: WorkerState, reason: str, now: float) -> N
 
 
 def lose(state: State, worker: WorkerState, reason: str, now: float) -> None:
-    """The worker is gone or stuck: its requests move, and whatever it still sends belongs to an epoch that has ended."""
+    """The worker is gone or stuck: its requests move. What it still sends belongs to an epoch that has ended."""
     state.counters.workers_lost += 1
     state.log("error", "worker lost", worker=worker.identity, reason=reason, requests=len(_requests(worker)))
     drop(state, worker, f"worker {worker.identity} was lost: {reason}", died=True)

@@ -9,19 +9,19 @@ from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
 
 
-class InvariantViolation(RuntimeError):
+class InvariantError(RuntimeError):
     """The scheduler's state contradicts itself."""
 
 
 def _require(condition: object, message: str) -> None:
     if not condition:
-        raise InvariantViolation(message)
+        raise InvariantError(message)
 
 
 def check(state: State) -> None:
     """
     Raises:
-        InvariantViolation: names the first contradiction found.
+        InvariantError: names the first contradiction found.
     """
     for worker in state.workers.values():
         _check_pool(worker)

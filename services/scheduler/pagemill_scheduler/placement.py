@@ -10,8 +10,8 @@ from pagemill_scheduler.worker import WorkerState
 class Claims:
     """Placement within one pass over the queue.
 
-    A request that goes to another worker than the one being planned starts there with that worker's own next plan; until
-    then this pass counts its seat and blocks as taken, so that the requests behind it spread over the workers.
+    A request that goes to another worker than the one being planned starts there with that worker's own next plan;
+    until then this pass counts its seat and blocks as taken, so that the requests behind it spread over the workers.
     """
 
     def __init__(self, state: State) -> None:

@@ -1,4 +1,4 @@
-"""Makes the next iteration of one worker: who runs, who must go, who may come (iteration-level scheduling, paper §4.5)."""
+"""Makes the next iteration of one worker: who runs, who must go, who may come (paper §4.5)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
 }
 
 
-class IllegalTransition(RuntimeError):
+class IllegalTransitionError(RuntimeError):
     """The core tried to move a request where it cannot go: a bug in the scheduler, never a peer's fault."""
 
 
@@ -57,7 +57,7 @@ class Sequence:
     Attributes:
         tokens: prompt and output so far.
         slot: its row on the request's worker, -1 without one.
-        in_flight: tokens sampled by plans that were in flight when the sequence was preempted; their results still count.
+        in_flight: tokens of plans that were in flight when it was preempted; their results still count.
         logprobs: one entry per output token where the request asks for them.
     """
 
@@ -121,10 +121,10 @@ class Request:
     def move(self, status: Status) -> None:
         """
         Raises:
-            IllegalTransition: leaves the request as it was.
+            IllegalTransitionError: leaves the request as it was.
         """
         if status not in TRANSITIONS[self.status]:
-            raise IllegalTransition(f"request {self.request_id}: {self.status.value} -> {status.value}")
+            raise IllegalTransitionError(f"request {self.request_id}: {self.status.value} -> {status.value}")
         self.status = status
 
 

@@ -50,7 +50,7 @@ def _record(
     tokens: Int32Array,
     entries: dict[int, LogprobEntry],
 ) -> None:
-    """One vectorised pass over the rows that have a token; Python runs only for rows that end or want log-probabilities."""
+    """One vectorised pass over the rows with a token; Python runs only for those that end or want log-probabilities."""
     table = worker.table
     indices: Int32Array = np.flatnonzero(good).astype(np.int32)
     if not len(indices):
