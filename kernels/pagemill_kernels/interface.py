@@ -1,0 +1,124 @@
+"""What a set of kernels must do. The plain torch one in ``reference`` is the specification of every other.
+
+The cache is one tensor ``[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]``, so that one block is
+contiguous across all layers and is copied or swapped in one transfer (PagedAttention, §4.3 and §4.5). Physical block 0
+is padding: no sequence owns it. A *slot* is ``block * block_size + offset``; offsets into the cache exceed 32 bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+PADDING_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """The rows of one iteration, decode rows and prefill chunks alike, over one flattened token dimension.
+
+    Row ``r`` computes the tokens ``query_starts[r]:query_starts[r + 1]`` (T in all), which are the last of its
+    ``context_lens[r]`` tokens. The first ``num_decodes`` rows compute exactly one token each.
+
+    Attributes:
+        query_starts: [R + 1] int64 on the host, ascending from 0.
+        context_lens: [R] int64 on the host, tokens of the row whose keys are in the cache once this iteration's
+            keys are written; at least the row's query length.
+        block_tables: [R, W] int64 on the host; entries beyond ceil(context_len / block_size) are not looked at.
+        slot_mapping: [T] int64 on the host, where each token's key and value go.
+        num_decodes: how many leading rows have one token.
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+    num_decodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How one layer attends.
+
+    Attributes:
+        scale: factor of the scores, usually head_dim ** -0.5.
+        window: a token attends to itself and the ``window - 1`` tokens before it; None means to all before it.
+        soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``; None means off.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+Step = TypeVar("Step")
+"""What a set of kernels prepares once for an iteration and uses in every layer: indices, masks, work sizes."""
+
+
+class Kernels(ABC, Generic[Step]):
+    """One set of kernels.
+
+    Attributes:
+        name: what the worker reports as the kernels that run.
+        calls: how often each kernel ran, by method name; tests assert with it that the fast set really ran.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    @abstractmethod
+    def prepare(self, batch: AttentionBatch, cache: Tensor) -> Step:
+        """Everything about ``batch`` that is the same in all layers. Valid until the next ``prepare``."""
+
+    @abstractmethod
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: Tensor,
+        step: Step,
+        layer: int,
+    ) -> None:
+        """Applies the rotary embedding to queries and keys in place, then stores keys and values by slot mapping.
+
+        Args:
+            qkv: [T, num_heads + 2 * num_kv_heads, head_dim], queries, then keys, then values; last dimension
+                contiguous.
+            rotary: cosines and signed sines, each [T, 1, rotary_dim] as ``rotary_tables`` of the model gives them
+                (the first half of the sines negated), or None for models without. Rotates the first ``rotary_dim``
+                of ``head_dim`` in halves: pair i is (i, i + rotary_dim / 2).
+        """
+
+    @abstractmethod
+    def attention(self, query: Tensor, cache: Tensor, step: Step, layer: int, spec: AttentionSpec) -> Tensor:
+        """Causal paged attention for all rows.
+
+        Query heads ``[h * G, (h + 1) * G)`` share key/value head ``h``, where G = num_heads / num_kv_heads. What
+        the slots beyond a row's context hold (NaN included) has no effect on the result.
+
+        Args:
+            query: [T, num_heads, head_dim], rotated; last dimension contiguous.
+
+        Returns:
+            [T, num_heads * head_dim], in the query's dtype.
+        """
+
+    @abstractmethod
+    def copy_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> int:
+        """Copies whole blocks from one pool to another or the same: copy-on-write, swap-out (gather from the device
+        pool into the host pool) and swap-in (scatter back) are all this.
+
+        Args:
+            source, destination: pools of the cache's layout, on any device.
+            pairs: [K, 2] int64 on the host, (block in source, block in destination). No destination twice, and in
+                one pool no block both source and destination.
+
+        Returns:
+            Bytes copied.
+        """

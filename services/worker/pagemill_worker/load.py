@@ -1,0 +1,156 @@
+"""From settings to a runner that is ready for plans, and the hello that says so."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+
+import torch
+
+from pagemill_kernels.select import select_kernels
+from pagemill_shared.errors import ConfigurationError
+from pagemill_shared.manifest import ModelManifest, read_manifest
+from pagemill_shared.messages import WorkerHello
+from pagemill_shared.settings import WorkerSettings
+from pagemill_worker import measure, memory, threads
+from pagemill_worker.cache import KVCache, block_bytes
+from pagemill_worker.models.config import read_config
+from pagemill_worker.models.registry import Model, load_model
+from pagemill_worker.prepare import Report, prepare_model
+from pagemill_worker.runner import Runner
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+NUM_SWAP_BLOCKS = 0
+"""The runner swaps when a plan says so; no setting gives it a host pool yet."""
+
+
+def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, WorkerHello]:
+    """Loads the model, sizes and allocates the KV cache, warms up and measures.
+
+    `pagemill_worker.threads.wait_passively` must have run before torch was imported.
+
+    Args:
+        report: told what is being done.
+
+    Returns:
+        The runner, which awaits `Runner.begin`, and the hello to send.
+
+    Raises:
+        ConfigurationError: anything about model, device, dtype or memory that cannot be, with what is supported or how
+            much there is.
+    """
+    folder = prepare_model(settings.model, settings.cache_dir, report)
+    manifest = read_manifest(folder)
+    device = _device(settings.device)
+    config = read_config(folder)
+    dtype = _dtype(settings.dtype, config.get("dtype") or config.get("torch_dtype"), device)
+    max_model_len = _max_model_len(settings.max_model_len, manifest)
+    report(f"loading {manifest.name} as {_name(dtype)} on {device}", None)
+    try:
+        model = load_model(folder, config, max_model_len, dtype, device)
+    except (MemoryError, torch.OutOfMemoryError):
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        raise ConfigurationError(
+            f"the weights of {manifest.name} ({size / memory.GIB:.2f} GiB as stored) do not fit into "
+            f"{memory.free_memory(device) / memory.GIB:.2f} GiB of free memory on {device}"
+        ) from None
+    cache = _cache(settings, model, dtype, device, report)
+    runner = Runner(model, cache, select_kernels(device), max_model_len, device)
+    _set_threads(settings.num_threads, runner, device, report)
+    prefill = measure.prefill_rate(runner)
+    copied = measure.copy_rate(runner)
+    report(f"ready: {prefill:.0f} prompt tokens/s, {copied / memory.GIB:.1f} GiB/s of block copies", 1.0)
+    return runner, WorkerHello(
+        identity=f"{socket.gethostname()[:64]}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
+        fingerprint=manifest.fingerprint,
+        model=manifest.name,
+        device=_device_name(device),
+        dtype=_name(dtype),
+        kernels=runner.kernels.name,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks,
+        num_swap_blocks=cache.num_swap_blocks,
+        block_bytes=cache.block_bytes,
+        prefill_tokens_per_s=prefill,
+        swap_bytes_per_s=copied,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    return torch.device(name)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"[:64]
+    return f"cpu ({torch.get_num_threads()} threads)"
+
+
+def _dtype(name: str, stored: object, device: torch.device) -> torch.dtype:
+    """The model's own on a GPU; float32 on a CPU, most of which have no fast arithmetic for the others."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    own = DTYPES.get(str(stored), torch.bfloat16)
+    return torch.bfloat16 if own == torch.float32 else own
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _max_model_len(wanted: int | None, manifest: ModelManifest) -> int:
+    if wanted is None:
+        return manifest.max_model_len
+    if wanted > manifest.max_model_len:
+        raise ConfigurationError(
+            f"--max-model-len {wanted} is more than the {manifest.max_model_len} tokens of {manifest.name}"
+        )
+    return wanted
+
+
+def _cache(settings: WorkerSettings, model: Model, dtype: torch.dtype, device: torch.device, report: Report) -> KVCache:
+    each = block_bytes(model.cache, settings.block_size, dtype)
+    size = memory.size_pool(
+        num_blocks=settings.num_kv_blocks,
+        memory_gib=settings.kv_cache_memory,
+        block_bytes=each,
+        free=memory.free_memory(device),
+        device=device,
+    )
+    cache = KVCache(model.cache, settings.block_size, size.num_blocks, NUM_SWAP_BLOCKS, dtype, device)
+    report(
+        f"KV cache of {size.num_blocks * each / memory.GIB:.2f} GiB ({size.reason}): {size.num_blocks} blocks, "
+        f"{size.num_blocks * settings.block_size} tokens",
+        None,
+    )
+    return cache
+
+
+def _set_threads(wanted: int | None, runner: Runner, device: torch.device, report: Report) -> None:
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+        report(f"{wanted} threads (--num-threads)", None)
+        return
+    if device.type != "cpu":
+        return
+
+    def seconds(count: int) -> float:
+        torch.set_num_threads(count)
+        return measure.time_decodes(runner, 4)
+
+    cores = threads.usable_cores()
+    torch.set_num_threads(1)
+    measure.time_decodes(runner, 1)  # the first pass maps the weights in
+    chosen, tried = threads.choose(threads.candidates(cores), seconds)
+    torch.set_num_threads(chosen)
+    times = ", ".join(f"{count}: {1e3 * t / 4:.0f} ms" for count, t in tried.items())
+    report(f"{chosen} threads of {cores} cores (a step of {measure.DECODE_ROWS} rows took, by threads, {times})", None)

@@ -1,0 +1,75 @@
+"""Warm-up of a runner, and the rates that the scheduler plans with: measured by plans, as real work is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from pagemill_shared.messages import IterationPlan, SequenceJoin, WorkerWelcome
+from pagemill_shared.sampling import SamplingParams
+from pagemill_worker.runner import Runner
+
+PREFILL_TOKENS = 128
+DECODE_ROWS = 4
+COPY_BLOCKS = 16
+
+
+def time_decodes(runner: Runner, steps: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of ``steps`` decode iterations of a few rows, the fastest counted for all."""
+    rows = min(DECODE_ROWS, runner.cache.num_blocks)
+    runner.begin(WorkerWelcome(epoch=0, max_num_seqs=rows, max_num_batched_tokens=PREFILL_TOKENS))
+    joins = tuple(_join(slot, 1, (slot + 1,)) for slot in range(rows))
+    slots = np.arange(rows, dtype=np.int32)
+    seconds = []
+    for iteration in range(min(steps, runner.cache.block_size)):
+        plan = IterationPlan(0, iteration + 1, joined=joins if iteration == 0 else (), decode_rows=slots)
+        begun = clock()
+        runner.execute(plan)
+        seconds.append(clock() - begun)
+    return min(seconds) * steps
+
+
+def prefill_rate(runner: Runner, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Prompt tokens per second, from one prefill chunk after a smaller one that warms up."""
+    block_size = runner.cache.block_size
+    most = min(PREFILL_TOKENS, runner.cache.num_blocks * block_size, runner.max_model_len)
+    rate = 0.0
+    for tokens in (min(8, most), most):
+        runner.begin(WorkerWelcome(epoch=0, max_num_seqs=1, max_num_batched_tokens=PREFILL_TOKENS))
+        join = _join(0, tokens, tuple(range(1, 1 + -(-tokens // block_size))))
+        chunk = np.array([[0, 0, tokens, 1]], np.int32)
+        begun = clock()
+        runner.execute(IterationPlan(0, 1, joined=(join,), prefill_chunks=chunk))
+        rate = tokens / max(clock() - begun, 1e-9)
+    return rate
+
+
+def copy_rate(runner: Runner, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes per second between the device pool and host memory, there and back counted once each."""
+    cache = runner.cache
+    count = min(COPY_BLOCKS, cache.num_blocks)
+    host = torch.zeros((count, *cache.pool.shape[1:]), dtype=cache.pool.dtype)
+    blocks = torch.arange(count)
+    out, back = torch.stack((blocks + 1, blocks), 1), torch.stack((blocks, blocks + 1), 1)
+    best = 0.0
+    for _ in range(2):  # the first touches the memory
+        begun = clock()
+        moved = runner.kernels.copy_blocks(cache.pool, host, out)
+        moved += runner.kernels.copy_blocks(host, cache.pool, back)
+        best = max(best, moved / max(clock() - begun, 1e-9))
+    return best
+
+
+def _join(slot: int, tokens: int, blocks: tuple[int, ...]) -> SequenceJoin:
+    return SequenceJoin(
+        slot=slot,
+        sequence=0,
+        prompt_length=tokens,
+        computed=0,
+        token_ids=np.zeros(tokens, np.int32),
+        block_table=np.array(blocks, np.int32),
+        sampling=SamplingParams(temperature=0.0),
+    )

@@ -1,0 +1,52 @@
+"""Which architectures the worker runs, by the name in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pagemill_kernels.interface import Kernels
+from pagemill_shared.errors import ConfigurationError
+from pagemill_worker.models.config import CacheDescription
+from pagemill_worker.models.llama import LlamaModel, read_llama_config
+from pagemill_worker.models.weights import Weights
+
+
+class Model(Protocol):
+    """What the runner needs of a model; `LlamaModel` documents it."""
+
+    cache: CacheDescription
+    vocab_size: int
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, cache: Tensor, kernels: Kernels[Any], step: Any
+    ) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+
+
+def load_model(
+    folder: Path, config: Mapping[str, Any], max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> Model:
+    """The model in ``folder``, whose config.json is ``config``.
+
+    Raises:
+        ConfigurationError: the architecture, a variant, a dtype or a tensor is not supported, or a tensor is missing.
+    """
+    architectures = config.get("architectures") or ["an unnamed architecture"]
+    if not any(name in SUPPORTED_ARCHITECTURES for name in architectures):
+        raise ConfigurationError(
+            f"architecture {', '.join(map(str, architectures))} is not supported; "
+            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    return LlamaModel(read_llama_config(config), Weights(folder, dtype, device), max_model_len, dtype, device)

@@ -1,0 +1,75 @@
+"""Weights of a prepared model, read from its safetensors files by memory mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pagemill_shared.errors import ConfigurationError
+
+SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Weights:
+    """Tensors by name. Every tensor is checked against the shape that the configuration calls for."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder = folder
+        self._dtype, self._device = dtype, device
+        self._files: dict[str, Any] = {}
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ConfigurationError(f"{folder} holds no *.safetensors file")
+        for path in paths:
+            try:
+                file = safe_open(path, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ConfigurationError(f"{path} is not readable: {error}") from None
+            names: list[str] = list(file.keys())  # type: ignore[no-untyped-call]
+            for name in names:
+                self._files[name] = file
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The tensor ``name`` in the chosen dtype and on the chosen device; on the CPU and in the file's own dtype it
+        is a view of the mapped file.
+
+        Raises:
+            ConfigurationError: it is missing, or of another shape or an unsupported dtype.
+        """
+        tensor = self._read(name, shape)
+        return tensor.to(self._device, self._dtype)
+
+    def fuse(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Tensor:
+        """Tensors of equal trailing shape, one below the other, so that one matrix product serves them all."""
+        parts = [self._read(name, shape) for name, shape in zip(names, shapes, strict=True)]
+        rows = sum(part.shape[0] for part in parts)
+        fused = torch.empty((rows, *parts[0].shape[1:]), dtype=self._dtype, device=self._device)
+        first = 0
+        for part in parts:
+            fused[first : first + part.shape[0]] = part
+            first += part.shape[0]
+        return fused
+
+    def _read(self, name: str, shape: Sequence[int]) -> Tensor:
+        file = self._files.get(name)
+        if file is None:
+            raise ConfigurationError(f"{self._folder}: the weights lack the tensor {name}")
+        tensor: Tensor = file.get_tensor(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise ConfigurationError(
+                f"{self._folder}: tensor {name} has shape {tuple(tensor.shape)}, config.json calls for {tuple(shape)}"
+            )
+        if tensor.dtype not in SUPPORTED_DTYPES:
+            raise ConfigurationError(
+                f"{self._folder}: tensor {name} is {str(tensor.dtype).removeprefix('torch.')}; "
+                "supported are float32, float16, bfloat16"
+            )
+        return tensor

@@ -1,0 +1,143 @@
+"""Carries out plans: memory operations, forward pass, sampling. Decides nothing, and knows no socket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagemill_kernels.interface import Kernels
+from pagemill_shared.errors import ProtocolError
+from pagemill_shared.messages import IterationPlan, IterationResult, RowFault, TokenLogprobs, WorkerWelcome
+from pagemill_shared.schema import Int32Array
+from pagemill_worker.batch import Batch, build_batch
+from pagemill_worker.cache import KVCache
+from pagemill_worker.models.registry import Model
+from pagemill_worker.rows import Rows
+from pagemill_worker.sampler import Sampled, sample
+
+NON_FINITE = "non_finite_logits"
+
+
+class Runner:
+    """One replica's executing half.
+
+    Args:
+        clock: seconds of any monotonic clock, for the timings in results.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        kernels: Kernels[Any],
+        max_model_len: int,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model, self.cache, self.kernels = model, cache, kernels
+        self.max_model_len = max_model_len
+        self._device = device
+        self._clock = clock
+        self._rows: Rows | None = None
+        self._idle_since = clock()
+
+    def begin(self, welcome: WorkerWelcome) -> None:
+        """Begins an epoch: forgets every sequence. What the blocks hold means nothing any more."""
+        self._rows = Rows(welcome.max_num_seqs, self.cache.num_blocks, self.model.vocab_size, self._device)
+        self._idle_since = self._clock()
+
+    @torch.inference_mode()
+    def execute(self, plan: IterationPlan) -> IterationResult:
+        """Carries out one plan, in the order that `IterationPlan` states.
+
+        Raises:
+            ProtocolError: the plan contradicts what is known here, or no epoch has begun. The mirror may be half
+                changed, so a new epoch has to begin.
+        """
+        rows = self._rows
+        if rows is None:
+            raise ProtocolError("a plan before the first welcome")
+        begun = self._clock()
+        rows.apply(plan)
+        self._check_pairs(plan)
+        batch = build_batch(plan, rows, self.cache.block_size, self.max_model_len)
+        if plan.swap_out.size:
+            self.cache.swap_out(self.kernels, plan.swap_out)
+        if plan.swap_in.size:
+            self.cache.swap_in(self.kernels, plan.swap_in)
+        if plan.block_copies.size:
+            self.cache.copy(self.kernels, plan.block_copies)
+        copied = self._clock()
+        logits = None if batch is None else self._forward(batch)
+        computed = self._clock()
+        sampled, faults = self._sample(batch, logits, rows)
+        ended = self._clock()
+        idle, self._idle_since = begun - self._idle_since, ended
+        return IterationResult(
+            epoch=plan.epoch,
+            iteration=plan.iteration,
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            faults=faults,
+            wait_us=_micros(idle),
+            copy_us=_micros(copied - begun),
+            forward_us=_micros(computed - copied),
+            sample_us=_micros(ended - computed),
+        )
+
+    def _forward(self, batch: Batch) -> torch.Tensor | None:
+        """[R, vocab_size] logits of the rows that sample, or None without such."""
+        step = self.kernels.prepare(batch.attention, self.cache.pool)
+        token_ids = torch.from_numpy(batch.token_ids).to(self._device)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        hidden = self.model.forward(token_ids, positions, self.cache.pool, self.kernels, step)
+        if not batch.sampled_tokens.size:
+            return None
+        if batch.sampled_tokens.size < batch.token_ids.size:
+            hidden = hidden[torch.from_numpy(batch.sampled_tokens).to(self._device)]
+        return self.model.logits(hidden)
+
+    def _sample(
+        self, batch: Batch | None, logits: torch.Tensor | None, rows: Rows
+    ) -> tuple[Sampled, tuple[RowFault, ...]]:
+        if batch is None or logits is None:
+            return Sampled(np.zeros(0, np.int32), TokenLogprobs()), ()
+        slots, owners = batch.sampled_slots, batch.token_slots
+        if rows.faulty[slots].any():  # stays faulty: it computes with a token that was never drawn
+            logits[torch.from_numpy(rows.faulty[slots]).to(self._device)] = torch.nan
+        selection = rows.sampling.select(
+            slots,
+            outputs=rows.lengths[slots] - rows.prompt_lengths[slots],
+            row_of=batch.row_of,
+            sequences=rows.sequences[owners],
+            positions=rows.lengths[owners],
+        )
+        sampled = sample(logits, selection, rows.sampling)
+        rows.append(owners, sampled.token_ids)
+        failed = owners[sampled.token_ids < 0]
+        return sampled, tuple(
+            RowFault(slot, NON_FINITE, "the model's logits are not finite numbers") for slot in failed.tolist()
+        )
+
+    def _check_pairs(self, plan: IterationPlan) -> None:
+        device, host = (1, self.cache.num_blocks), (0, self.cache.num_swap_blocks - 1)
+        for name, pairs, source, destination in (
+            ("swap_out", plan.swap_out, device, host),
+            ("swap_in", plan.swap_in, host, device),
+            ("block_copies", plan.block_copies, device, device),
+        ):
+            for column, (low, high) in enumerate((source, destination)):
+                _check_range(name, pairs[:, column], low, high)
+
+
+def _check_range(name: str, blocks: Int32Array, low: int, high: int) -> None:
+    if blocks.size and not (blocks.min() >= low and blocks.max() <= high):
+        raise ProtocolError(f"{name} names blocks {blocks.min()}..{blocks.max()}, which are not within {low}..{high}")
+
+
+def _micros(seconds: float) -> int:
+    return max(0, round(seconds * 1e6))

@@ -1,0 +1,156 @@
+"""Sampling parameters of all slots as arrays, and what a sampling pass takes from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagemill_shared.sampling import SamplingParams
+from pagemill_shared.schema import Int32Array
+from pagemill_worker.penalties import PenaltyCounts
+
+GREEDY_BELOW = 1e-3
+"""Lower temperatures are greedy: float sums differ by this much between batches, so that what such a temperature would
+make of a tie is noise."""
+
+Indices = npt.NDArray[np.int64]
+_NO_INDICES = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Changes to single logits: K additions (logit_bias) and J bans. Rows index the logits of the pass."""
+
+    bias_rows: Indices
+    bias_ids: Indices
+    bias_values: npt.NDArray[np.float32]
+    ban_rows: Indices
+    ban_ids: Indices
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """One sampling pass: R rows of logits, N tokens to draw from them (N > R where a row starts several sequences).
+
+    Attributes:
+        row_of: [N] row of logits that each token is drawn from, ascending.
+        slots: [R] whose parameters rule the row.
+        plain: every row is greedy and asks for nothing else; then all below is empty.
+        penalised: [K] rows with penalties, ``penalty_slots`` [K] their slots.
+        edits: logit_bias and bans.
+        random: [K] rows that draw by chance.
+        uniforms_for: [N, 2] (sequence index, position) behind each token's random number; ``seeds`` [R].
+        logprobs: [R] alternatives to report, -1 for none.
+    """
+
+    row_of: Indices
+    slots: Indices
+    plain: bool
+    penalised: Indices
+    edits: Edits
+    random: Indices
+    sequences: Indices
+    positions: Indices
+    logprobs: Indices
+
+
+class SamplingRows:
+    """Arrays over all slots. A slot is written when a sequence joins or forks, and read when it samples."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        n = max_num_seqs
+        self.temperature = np.zeros(n, np.float64)
+        self.top_k = np.zeros(n, np.int64)
+        self.top_p = np.ones(n, np.float64)
+        self.min_p = np.zeros(n, np.float64)
+        self.repetition_penalty = np.ones(n, np.float32)
+        self.presence_penalty = np.zeros(n, np.float32)
+        self.frequency_penalty = np.zeros(n, np.float32)
+        self.seed = np.zeros(n, np.uint64)
+        self.min_tokens = np.zeros(n, np.int64)
+        self.logprobs = np.full(n, -1, np.int64)
+        self.biased = np.zeros(n, np.bool_)
+        self.penalised = np.zeros(n, np.bool_)
+        self._bias: dict[int, tuple[Indices, npt.NDArray[np.float32]]] = {}
+        self._banned: dict[int, Indices] = {}
+        self.counts = PenaltyCounts(vocab_size, device)
+
+    def join(self, slot: int, params: SamplingParams, prompt: Int32Array, outputs: Int32Array) -> None:
+        self.release(slot)
+        p = params
+        self.temperature[slot] = p.temperature if p.temperature >= GREEDY_BELOW else 0.0
+        self.top_k[slot], self.top_p[slot], self.min_p[slot] = p.top_k, p.top_p, p.min_p
+        self.repetition_penalty[slot] = p.repetition_penalty
+        self.presence_penalty[slot], self.frequency_penalty[slot] = p.presence_penalty, p.frequency_penalty
+        self.seed[slot] = p.seed
+        self.logprobs[slot] = -1 if p.logprobs is None else p.logprobs
+        ends = p.stop_token_ids if p.ignore_eos else np.concatenate((p.eos_token_ids, p.stop_token_ids))
+        banned = self._known(np.unique(ends))
+        self.min_tokens[slot] = p.min_tokens if banned.size else 0
+        if self.min_tokens[slot]:
+            self._banned[slot] = banned
+        if p.logit_bias_ids.size:
+            known = p.logit_bias_ids < self._vocab_size
+            self._bias[slot] = (p.logit_bias_ids[known].astype(np.int64), p.logit_bias_values[known])
+            self.biased[slot] = True
+        if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
+            self.penalised[slot] = True
+            self.counts.join(slot, prompt, outputs)
+
+    def fork(self, parent: int, child: int) -> None:
+        self.release(child)
+        for array in (
+            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.presence_penalty,
+            self.frequency_penalty, self.seed, self.min_tokens, self.logprobs, self.biased, self.penalised,
+        ):  # fmt: skip
+            array[child] = array[parent]
+        if parent in self._bias:
+            self._bias[child] = self._bias[parent]
+        if parent in self._banned:
+            self._banned[child] = self._banned[parent]
+        self.counts.fork(parent, child)
+
+    def release(self, slot: int) -> None:
+        self._bias.pop(slot, None)
+        self._banned.pop(slot, None)
+        self.counts.release(slot)
+        self.biased[slot] = self.penalised[slot] = False
+        self.min_tokens[slot] = 0
+
+    def select(
+        self, slots: Indices, outputs: Indices, row_of: Indices, sequences: Indices, positions: Indices
+    ) -> SampleBatch:
+        """The pass over rows of logits that belong to ``slots`` [R], which have generated ``outputs`` [R] tokens."""
+        random = np.flatnonzero(self.temperature[slots] > 0)
+        penalised = np.flatnonzero(self.penalised[slots])
+        biased = np.flatnonzero(self.biased[slots])
+        held = np.flatnonzero(outputs < self.min_tokens[slots])
+        logprobs = self.logprobs[slots]
+        plain = not (random.size or penalised.size or biased.size or held.size or (logprobs >= 0).any())
+        biases = [self._bias[slot] for slot in slots[biased].tolist()]
+        bans = [self._banned[slot] for slot in slots[held].tolist()]
+        edits = Edits(
+            bias_rows=np.repeat(biased, [ids.size for ids, _ in biases]),
+            bias_ids=np.concatenate([ids for ids, _ in biases]) if biases else _NO_INDICES,
+            bias_values=np.concatenate([values for _, values in biases]) if biases else np.zeros(0, np.float32),
+            ban_rows=np.repeat(held, [ids.size for ids in bans]),
+            ban_ids=np.concatenate(bans) if bans else _NO_INDICES,
+        )
+        return SampleBatch(
+            row_of=row_of,
+            slots=slots,
+            plain=plain,
+            penalised=penalised,
+            edits=edits,
+            random=random,
+            sequences=sequences,
+            positions=positions,
+            logprobs=logprobs,
+        )
+
+    def _known(self, ids: Int32Array) -> Indices:
+        return ids[ids < self._vocab_size].astype(np.int64)
