@@ -7,6 +7,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings
+
+from pagemill.fields import SettingField, setting_fields
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.settings import (
     ENV_PREFIX,
@@ -16,10 +20,6 @@ from pagemill_shared.settings import (
     ServeSettings,
     WorkerSettings,
 )
-from pydantic import ValidationError
-from pydantic_settings import BaseSettings
-
-from pagemill.fields import SettingField, setting_fields
 
 ALL_SETTINGS: tuple[type[BaseSettings], ...] = (
     ServeSettings,
@@ -55,8 +55,9 @@ def refuse_unknown_variables(environment: Mapping[str, str]) -> None:
     known = {field.variable for cls in ALL_SETTINGS for field in setting_fields(cls)}
     for name in sorted(environment):
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
-            close = difflib.get_close_matches(name.upper(), sorted(known), n=1)
-            hint = f"did you mean {close[0]}?" if close else "known are " + ", ".join(sorted(known))
+            settings = sorted(variable.removeprefix(ENV_PREFIX) for variable in known)
+            close = difflib.get_close_matches(name.upper().removeprefix(ENV_PREFIX), settings, n=1)
+            hint = f"did you mean {ENV_PREFIX}{close[0]}?" if close else "known are " + ", ".join(sorted(known))
             raise ConfigurationError(f"{name}: no such setting; {hint}")
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pagemill_shared.settings import ENV_PREFIX
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
+
+from pagemill_shared.settings import ENV_PREFIX
 
 GROUP_ORDER = ("Model", "HTTP", "Scheduling", "Execution and KV cache", "Processes", "Connections", "Logging")
 POSITIONAL = "model"

@@ -25,35 +25,32 @@ def private_folder(parent: Path | None = None) -> Iterator[Path]:
     parent = parent or _parent()
     remove_stale_folders(parent)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    lock = _lock(folder, create=True)
+    # Locked before it is called a lock: a server that starts now and tidies up must never find it free.
+    lock = os.open(folder / "new", os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (folder / "new").rename(folder / _LOCK)
     try:
         yield folder
     finally:
         shutil.rmtree(folder)
-        if lock is not None:
-            os.close(lock)
+        os.close(lock)
 
 
 def remove_stale_folders(parent: Path) -> None:
     """Removes folders of this user below ``parent`` that no living server holds."""
     for folder in parent.glob(_PREFIX + "*"):
-        with contextlib.suppress(FileNotFoundError):  # another server may be removing it, too
+        # Not ours, or just being made or removed by another server.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            if (lock := _lock(folder, create=False)) is not None:
+            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
-                os.close(lock)
-
-
-def _lock(folder: Path, *, create: bool) -> int | None:
-    """Descriptor that holds the folder's lock, or None when another process holds it."""
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+            except BlockingIOError:
+                continue  # its server lives
+            finally:
+                os.close(descriptor)
 
 
 def _parent() -> Path:

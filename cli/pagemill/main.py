@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from pydantic_settings import BaseSettings
+
+from pagemill.configuration import read_settings
+from pagemill.openmp import let_threads_sleep
+from pagemill.options import SettingsCommand
 from pagemill_shared.errors import ConfigurationError
+from pagemill_shared.logs import configure_logging
 from pagemill_shared.settings import (
     GatewaySettings,
     PrepareSettings,
@@ -19,11 +25,6 @@ from pagemill_shared.settings import (
     ServeSettings,
     WorkerSettings,
 )
-from pydantic_settings import BaseSettings
-
-from pagemill.configuration import read_settings
-from pagemill.openmp import let_threads_sleep
-from pagemill.options import SettingsCommand
 
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
@@ -94,7 +95,7 @@ def _command() -> click.Group:
             "keys",
             params=[click.Argument(["folder"], type=click.Path(path_type=Path))],
             callback=_keys,
-            help="Write new CURVE keys into FOLDER, for --curve-dir.",
+            help="Write the CURVE keys that FOLDER lacks, for --curve-dir.",
         )
     )
     group.add_command(click.Command("version", callback=_version, help="Show the version."))
@@ -106,6 +107,7 @@ def _reading(cls: type[BaseSettings], run: Callable[[Any], int]) -> Callable[[di
 
 
 def _serve(settings: ServeSettings) -> int:
+    configure_logging("supervisor", settings.log_level, settings.log_format)
     from pagemill.serve import serve
 
     return serve(settings)
@@ -116,7 +118,7 @@ def _gateway(settings: GatewaySettings) -> int:
 
 
 def _scheduler(settings: SchedulerSettings) -> int:
-    return int(_load("pagemill_scheduler.app", None).run(settings))
+    return int(_load("pagemill_scheduler.app", "").run(settings))
 
 
 def _worker(settings: WorkerSettings) -> int:
@@ -126,17 +128,20 @@ def _worker(settings: WorkerSettings) -> int:
 
 def _prepare(settings: PrepareSettings) -> int:
     prepare_model = _load("pagemill_worker.prepare", "worker").prepare_model
-    folder = prepare_model(settings.model, settings.cache_dir, lambda line: print(line, flush=True))
+    folder = prepare_model(settings.model, settings.cache_dir, _show_progress)
     print(f"{settings.model} is prepared in {folder}", flush=True)
     return 0
 
 
+def _show_progress(what: str, share: float | None) -> None:
+    print(what if share is None else f"{share:4.0%}  {what}", flush=True)
+
+
 def _keys(folder: Path) -> int:
-    try:
-        _load("pagemill_shared.curve", None).generate_keys(folder)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write keys into {folder}: {error.strerror or error}") from None
-    print(f"CURVE keys are in {folder}", flush=True)
+    from pagemill_shared.curve import generate_keys
+
+    made = generate_keys(folder)
+    print(f"CURVE keys are {'written to' if made else 'already in'} {folder}", flush=True)
     return 0
 
 
@@ -151,11 +156,12 @@ def _print_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
         ctx.exit()
 
 
-def _load(module: str, extra: str | None) -> Any:
+def _load(module: str, extra: str) -> Any:
     """Imports a part only when its command runs, so that each image needs only its own extra."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if extra is None or (error.name or "").startswith("pagemill"):
+        if (error.name or "").startswith("pagemill"):
             raise
-        raise ConfigurationError(f"the package {error.name} is missing; install pagemill[{extra}]") from None
+        wanted = f"pagemill[{extra}]" if extra else "pagemill"
+        raise ConfigurationError(f"the package {error.name} is missing; install {wanted}") from None

@@ -8,9 +8,6 @@ import socket
 import sys
 from pathlib import Path
 
-from pagemill_shared.errors import ConfigurationError
-from pagemill_shared.manifest import prepared_folder, read_manifest
-from pagemill_shared.settings import GatewaySettings, PrepareSettings, SchedulerSettings, ServeSettings, WorkerSettings
 from pydantic_settings import BaseSettings
 
 from pagemill.configuration import as_environment
@@ -18,6 +15,12 @@ from pagemill.folder import private_folder
 from pagemill.openmp import let_threads_sleep
 from pagemill.ready import ready_lines, until_ready, url_of
 from pagemill.supervisor import Part, PartError, Supervisor
+from pagemill_shared.errors import ConfigurationError
+from pagemill_shared.manifest import prepared_folder, read_manifest
+from pagemill_shared.settings import GatewaySettings, PrepareSettings, SchedulerSettings, ServeSettings, WorkerSettings
+
+_STOP_MARGIN = 5.0
+"""Seconds that a part gets beyond ``shutdown_grace`` before it is killed."""
 
 
 def serve(settings: ServeSettings) -> int:
@@ -70,32 +73,27 @@ def free_port(host: str, port: int) -> int:
 def stages(settings: ServeSettings, folder: Path) -> list[list[Part]]:
     """The parts in the order of their start; they stop in the reverse order, the gateway first."""
     endpoints = {"frontend": f"ipc://{folder}/frontend", "backend": f"ipc://{folder}/backend"}
-    scheduler = _part("scheduler", "scheduler", SchedulerSettings, settings, endpoints, stop_timeout=5.0)
     names = ["worker"] if settings.workers == 1 else [f"worker {number + 1}" for number in range(settings.workers)]
-    workers = [_part(name, "worker", WorkerSettings, settings, endpoints, stop_timeout=10.0) for name in names]
-    gateway = _part(
-        "gateway", "gateway", GatewaySettings, settings, endpoints, stop_timeout=settings.shutdown_grace + 5.0
-    )
-    return [[scheduler], workers, [gateway]]
+    return [
+        [_part("scheduler", "scheduler", SchedulerSettings, settings, endpoints)],
+        [_part(name, "worker", WorkerSettings, settings, endpoints) for name in names],
+        [_part("gateway", "gateway", GatewaySettings, settings, endpoints)],
+    ]
 
 
 def _preparation(settings: ServeSettings) -> Part:
-    return _part("prepare", "prepare", PrepareSettings, settings, {}, stop_timeout=5.0)
+    return _part("prepare", "prepare", PrepareSettings, settings, {})
 
 
-def _part(
-    name: str,
-    command: str,
-    cls: type[BaseSettings],
-    settings: ServeSettings,
-    endpoints: dict[str, str],
-    *,
-    stop_timeout: float,
-) -> Part:
+def _part(name: str, command: str, cls: type[BaseSettings], settings: ServeSettings, endpoints: dict[str, str]) -> Part:
     values = {**settings.model_dump(), **endpoints}
-    environment = dict(os.environ)
+    own = {field: values[field] for field in cls.model_fields if field in values}
+    environment = as_environment(own, os.environ)
     if cls is WorkerSettings:
         let_threads_sleep(environment)
-    own = {field: values[field] for field in cls.model_fields if field in values}
-    # -P: the working directory must not become importable.
-    return Part(name, (sys.executable, "-P", "-m", "pagemill", command), as_environment(own, environment), stop_timeout)
+    return Part(
+        name,
+        (sys.executable, "-P", "-m", "pagemill", command),  # -P: the working directory must not become importable
+        environment,
+        stop_timeout=settings.shutdown_grace + _STOP_MARGIN,
+    )

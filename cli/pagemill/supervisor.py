@@ -16,9 +16,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagemill_shared.errors import PagemillError
+import structlog
 
 from pagemill.restarts import RestartBudget
+from pagemill_shared.errors import PagemillError
+
+_log = structlog.get_logger("pagemill.supervisor")
 
 EXIT_FAILURE = 1
 EXIT_CONFIGURATION = 2
@@ -26,7 +29,7 @@ EXIT_KILLED = 130
 _LONGEST_LINE = 64 * 1024
 
 Report = Callable[[str, str], None]
-"""Takes the name of a part and one line that it printed, or that the supervisor has to say about it."""
+"""Takes the name of a part and one line that it printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,7 @@ class Supervisor:
                     f"(last: {ending}); giving up",
                     EXIT_FAILURE,
                 )
-            self._report(part.name, f"ended unexpectedly ({ending}); starting it again in {pause:g} s")
+            _log.warning("a part ended and is started again", part=part.name, ending=ending, pause_s=pause)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
@@ -192,7 +195,8 @@ class Supervisor:
             status = await process.wait()
         finally:
             del self._running[part.name]
-        # A grandchild may still hold the pipe; what the part itself printed is there already.
+        _kill_group(process)  # what the part has started ends with it
+        # A grandchild in a group of its own may still hold the pipe; what the part itself printed is there already.
         await asyncio.wait([printing], timeout=1.0)
         printing.cancel()
         await asyncio.gather(printing, return_exceptions=True)
@@ -225,7 +229,7 @@ class Supervisor:
             _terminate(process)
         _, late = await asyncio.wait([keeper], timeout=part.stop_timeout)
         if late and (process := self._running.get(part.name)):
-            self._report(part.name, f"did not end within {part.stop_timeout:g} s; killed")
+            _log.warning("a part did not end in time and is killed", part=part.name, timeout_s=part.stop_timeout)
             _kill_group(process)
         await asyncio.wait([keeper])
 
