@@ -43,16 +43,15 @@ class Runner:
         self._device = device
         self._clock = clock
         self._rows: Rows | None = None
-        self._idle_since = clock()
 
     def begin(self, welcome: WorkerWelcome) -> None:
         """Begins an epoch: forgets every sequence. What the blocks hold means nothing any more."""
         self._rows = Rows(welcome.max_num_seqs, self.cache.num_blocks, self.model.vocab_size, self._device)
-        self._idle_since = self._clock()
 
     @torch.inference_mode()
     def execute(self, plan: IterationPlan) -> IterationResult:
-        """Carries out one plan, in the order that `IterationPlan` states.
+        """Carries out one plan, in the order that `IterationPlan` states. How long the plan waited is left to whoever
+        received it.
 
         Raises:
             ProtocolError: the plan contradicts what is known here, or no epoch has begun. The mirror may be half
@@ -76,14 +75,12 @@ class Runner:
         computed = self._clock()
         sampled, faults = self._sample(batch, logits, rows)
         ended = self._clock()
-        idle, self._idle_since = begun - self._idle_since, ended
         return IterationResult(
             epoch=plan.epoch,
             iteration=plan.iteration,
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
             faults=faults,
-            wait_us=_micros(idle),
             copy_us=_micros(copied - begun),
             forward_us=_micros(computed - copied),
             sample_us=_micros(ended - computed),
