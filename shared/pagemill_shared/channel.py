@@ -7,6 +7,7 @@ reaches a state machine. Sending and receiving never block. A channel belongs to
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import structlog
 import zmq
@@ -57,12 +58,13 @@ class RouterChannel:
             self.socket.zap_domain = ZAP_DOMAIN.encode()
             self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody comes in while nobody checks
         self._connections = Connections(context, self.socket, name)
+        self._file: Path | None = None
         try:
             self.socket.bind(endpoint)
             self.endpoint = bytes(self.socket.getsockopt(zmq.LAST_ENDPOINT)).decode()
-            path = ipc_path(self.endpoint)
-            if path is not None:
-                path.chmod(0o600)
+            self._file = ipc_path(self.endpoint)
+            if self._file is not None:
+                self._file.chmod(0o600)
         except (zmq.ZMQError, OSError) as error:
             self.close()
             raise ConfigurationError(f"{endpoint} cannot be bound: {error.strerror}") from None
@@ -112,6 +114,8 @@ class RouterChannel:
     def close(self) -> None:
         """Sends what is still to be sent, for a moment, and removes the file of an ipc endpoint."""
         self._connections.close(self.socket)
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)  # ZeroMQ leaves it
         self.socket.close()
 
     def _read(self, route: bytes) -> Message | None:

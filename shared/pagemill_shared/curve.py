@@ -132,7 +132,7 @@ def _load_certificate(path: Path) -> tuple[bytes, bytes | None]:
         raise ConfigurationError(
             f"CURVE key {path} is not readable: {reason} (`pagemill keys` makes the keys)"
         ) from None
-    except ValueError as error:  # UnicodeDecodeError among them
+    except (ValueError, IndexError) as error:
         raise ConfigurationError(f"CURVE key {path} is not a certificate: {error}") from None
     if len(public) != 40 or (secret is not None and len(secret) != 40):
         raise ConfigurationError(f"CURVE key {path} is not a certificate: a key has 40 characters")

@@ -26,6 +26,8 @@ def check_bind(endpoint: str, *, authenticated: bool, allow_insecure: bool) -> N
     transport, separator, address = endpoint.partition("://")
     if not separator or not address or transport not in ("tcp", "ipc", "inproc"):
         raise ConfigurationError(f"{endpoint!r} is not an endpoint like tcp://127.0.0.1:5570 or ipc:///run/pagemill/x")
+    if transport == "tcp" and not _has_port(address):
+        raise ConfigurationError(f"{endpoint} cannot be bound: a port is 0 to 65535, or * for a free one")
     if transport == "tcp" and not (authenticated or allow_insecure or _is_loopback(address)):
         raise ConfigurationError(
             f"{endpoint} can be reached from other machines and has no CURVE keys: "
@@ -34,6 +36,11 @@ def check_bind(endpoint: str, *, authenticated: bool, allow_insecure: bool) -> N
     path = ipc_path(endpoint)
     if path is not None:
         _check_ipc(endpoint, path)
+
+
+def _has_port(address: str) -> bool:
+    port = address.rpartition(":")[2]  # ZeroMQ would take 70000 for 4464
+    return port == "*" or (port.isascii() and port.isdigit() and int(port) <= 65535)
 
 
 def _is_loopback(address: str) -> bool:

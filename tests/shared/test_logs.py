@@ -1,0 +1,95 @@
+"""One set-up for our loggers and those of libraries."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from pagemill_shared.logs import Format, Level, configure_logging
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def configured(level: Level = "info", log_format: Format = "json") -> io.StringIO:
+    stream = io.StringIO()
+    configure_logging("worker", level, log_format, stream=stream)
+    return stream
+
+
+def lines(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_json_lines_carry_process_level_logger_and_fields() -> None:
+    stream = configured()
+    structlog.get_logger("pagemill.x").info("joined", num_blocks=7)
+    [line] = lines(stream)
+    assert line.pop("timestamp")
+    assert line == {"event": "joined", "num_blocks": 7, "process": "worker", "level": "info", "logger": "pagemill.x"}
+
+
+def test_request_id_and_iteration_are_bound() -> None:
+    stream = configured()
+    log = structlog.get_logger("pagemill.x").bind(iteration=12)
+    with structlog.contextvars.bound_contextvars(request_id="r-1"):
+        log.warning("inside")
+    log.warning("outside")
+    inside, outside = lines(stream)
+    assert (inside["request_id"], inside["iteration"]) == ("r-1", 12)
+    assert "request_id" not in outside
+
+
+def test_libraries_log_through_the_same_handler_and_level() -> None:
+    stream = configured("warning")
+    uvicorn = logging.getLogger("uvicorn.error")
+    uvicorn.addHandler(logging.StreamHandler(stream))
+    stream = configured("warning")
+    uvicorn.info("Started server process")
+    with structlog.contextvars.bound_contextvars(request_id="r-2"):
+        uvicorn.warning("odd %s", "request")
+    [line] = lines(stream)
+    assert (line["event"], line["process"], line["request_id"]) == ("odd request", "worker", "r-2")
+
+
+@pytest.mark.parametrize(("level", "expected"), [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)])
+def test_levels(level: Level, expected: int) -> None:
+    stream = configured(level)
+    log = structlog.get_logger("pagemill.x")
+    for method in (log.debug, log.info, log.warning, log.error):
+        method("said")
+    assert len(lines(stream)) == expected
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_exceptions_show_where_but_not_local_variables(log_format: Format) -> None:
+    stream = configured(log_format=log_format)
+    secret = "password-" + str(123)
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        structlog.get_logger("pagemill.x").exception("failed")
+    text = stream.getvalue()
+    assert "ValueError: broken" in text
+    assert "test_logs.py" in text
+    assert secret not in text
+
+
+def test_console_lines_are_plain_without_a_terminal() -> None:
+    stream = configured(log_format="console")
+    structlog.get_logger("pagemill.x").info("joined", num_blocks=7)
+    assert "joined" in stream.getvalue()
+    assert "num_blocks=7" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
