@@ -156,6 +156,24 @@ class HttpSettings(SettingsGroup):
     metrics_prefix: str = Field("pagemill", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="prefix of metric names")
 
 
+class TextSettings(SettingsGroup):
+    """How conversations become prompts."""
+
+    group: ClassVar[str] = "Model"
+
+    chat_template: Path | None = Field(None, description="Jinja file that replaces the model's own chat template")
+
+
+class ModelWaitSettings(SettingsGroup):
+    """For a gateway that starts beside the process that prepares its model."""
+
+    group: ClassVar[str] = "Model"
+
+    model_wait: float = Field(
+        0.0, ge=0, description="seconds to wait for the model to be prepared, answering 503 meanwhile"
+    )
+
+
 class SchedulingSettings(SettingsGroup):
     """How the scheduler fills iterations."""
 
