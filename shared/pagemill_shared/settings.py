@@ -211,7 +211,9 @@ class ExecutionSettings(SettingsGroup):
 
 class GatewaySettings(
     HttpSettings,
+    TextSettings,
     FleetSettings,
+    ModelWaitSettings,
     ModelSettings,
     FrontendSettings,
     CurveSettings,
@@ -254,6 +256,7 @@ class PrepareSettings(ModelSettings, CommonSettings):
 
 class ServeSettings(
     HttpSettings,
+    TextSettings,
     SchedulingSettings,
     FleetSettings,
     ExecutionSettings,
