@@ -1,0 +1,114 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from pagemill_gateway.engine import Engine, Generation
+from pagemill_gateway.exchange import Exchange
+from pagemill_gateway.logprobs import chat_entries
+from pagemill_gateway.parsing import parse_body
+from pagemill_gateway.requests import Choice, TokenLogprob
+from pagemill_gateway.schemas import ChatBody, ConversationFields
+from pagemill_gateway.streaming import EventWriter, collect, quote, send_stream
+from pagemill_gateway.tokenizer import TextTokenizer
+
+
+async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
+    arrived = time.monotonic()
+    body = parse_body(ChatBody, raw)
+    engine.check_model(body.model)
+    engine.resolver.check(body)
+    prompt = await encode_conversation(engine, body)
+    await engine.connection.until_able()
+    engine.check_ids(prompt, "messages")
+    limit = engine.max_tokens(len(prompt), body.output_limit, body.output_limit is not None, _limit_name(body))
+    generation = engine.generation(
+        body, [prompt], [limit], body.num_logprobs, body.request_id or exchange.request_id, arrived
+    )
+    envelope = {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": int(time.time()),
+        "model": engine.name,
+    }
+    if body.stream:
+        await send_stream(exchange, generation, ChatEvents(engine.tokenizer, envelope, body))
+    elif await collect(exchange, generation):
+        await exchange.send_json(envelope | _whole(engine.tokenizer, generation, body))
+
+
+async def encode_conversation(engine: Engine, body: ConversationFields) -> list[int]:
+    """The prompt's token ids; long conversations are rendered and tokenized off the event loop.
+
+    Raises:
+        ApiError: the template refuses the messages.
+    """
+    messages = [message.as_template_message() for message in body.messages]
+    return await engine.tokenize(
+        sum(len(message["content"]) for message in messages),
+        lambda: engine.tokenizer.encode_chat(
+            messages,
+            add_generation_prompt=body.generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+            add_special_tokens=body.add_special_tokens,
+        ),
+    )
+
+
+def _limit_name(body: ChatBody) -> str:
+    """The field that is at fault when the answer has no room."""
+    if body.max_completion_tokens is not None:
+        return "max_completion_tokens"
+    return "messages" if body.max_tokens is None else "max_tokens"
+
+
+def _whole(tokenizer: TextTokenizer, generation: Generation, body: ChatBody) -> dict[str, Any]:
+    choices = []
+    for choice in generation.output.choices:
+        text, entries = choice.take()
+        choices.append(
+            {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": {"content": chat_entries(tokenizer, entries)} if body.logprobs else None,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+        )
+    return {"choices": choices, "usage": generation.usage}
+
+
+class ChatEvents(EventWriter):
+    """Events of a chat completion: the role, then content, then the finish reason."""
+
+    def __init__(self, tokenizer: TextTokenizer, envelope: dict[str, Any], body: ChatBody) -> None:
+        super().__init__(envelope, body.include_usage)
+        self._tokenizer = tokenizer
+        self._before = f'{self.head}{{"index":0,"delta":{{"content":'
+        self._after = f'}},"logprobs":null,"finish_reason":null}}]{self.tail}'
+
+    def opening(self, choice: Choice) -> str:
+        return self._event(choice, '{"role":"assistant","content":""}')
+
+    def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob]) -> str:
+        if not entries:
+            return self._before + quote(text) + self._after
+        logprobs = json.dumps({"content": chat_entries(self._tokenizer, entries)}, ensure_ascii=False)
+        return self._event(choice, f'{{"content":{quote(text)}}}', logprobs)
+
+    def ending(self, choice: Choice) -> str:
+        assert choice.finish_reason is not None
+        finish = f'{quote(choice.finish_reason)},"stop_reason":{json.dumps(choice.stop_reason, ensure_ascii=False)}'
+        return self._event(choice, "{}", finish=finish)
+
+    def _event(self, choice: Choice, delta: str, logprobs: str = "null", finish: str = "null") -> str:
+        return (
+            f'{self.head}{{"index":{choice.index},"delta":{delta},"logprobs":{logprobs},'
+            f'"finish_reason":{finish}}}]{self.tail}'
+        )

@@ -1,0 +1,104 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from pagemill_gateway.engine import Engine, Generation
+from pagemill_gateway.errors import ApiError
+from pagemill_gateway.exchange import Exchange
+from pagemill_gateway.logprobs import completion_lists
+from pagemill_gateway.parsing import parse_body
+from pagemill_gateway.requests import Choice, TokenLogprob
+from pagemill_gateway.schemas import CompletionBody
+from pagemill_gateway.streaming import EventWriter, collect, quote, send_stream
+from pagemill_gateway.tokenizer import TextTokenizer
+
+
+async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
+    arrived = time.monotonic()
+    body = parse_body(CompletionBody, raw)
+    engine.check_model(body.model)
+    engine.resolver.check(body)
+    prompts = await _encode(engine, body)
+    await engine.connection.until_able()
+    explicit = "max_tokens" in body.model_fields_set
+    limits = [
+        engine.max_tokens(len(prompt), body.max_tokens, explicit, "max_tokens" if explicit else "prompt")
+        for prompt in prompts
+    ]
+    generation = engine.generation(
+        body, prompts, limits, body.logprobs, body.request_id or exchange.request_id, arrived
+    )
+    envelope = {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": engine.name,
+    }
+    if body.stream:
+        await send_stream(exchange, generation, CompletionEvents(engine.tokenizer, envelope, body))
+    elif await collect(exchange, generation):
+        await exchange.send_json(envelope | _whole(engine.tokenizer, generation, body))
+
+
+async def _encode(engine: Engine, body: CompletionBody) -> list[list[int]]:
+    encoded = []
+    for prompt in body.prompts:
+        if isinstance(prompt, str):
+            encode = partial(engine.tokenizer.encode, prompt, add_special_tokens=body.add_special_tokens)
+            ids = await engine.tokenize(len(prompt), encode)
+            if not ids:
+                raise ApiError(400, "prompt: the text has no tokens", param="prompt", code="invalid_value")
+        else:
+            ids = prompt
+        engine.check_ids(ids, "prompt")
+        encoded.append(ids)
+    return encoded
+
+
+def _whole(tokenizer: TextTokenizer, generation: Generation, body: CompletionBody) -> dict[str, Any]:
+    choices = []
+    for choice in generation.output.choices:
+        text, entries = choice.take()
+        choices.append(
+            {
+                "index": choice.index,
+                "text": text,
+                "logprobs": None if body.logprobs is None else completion_lists(tokenizer, entries),
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+        )
+    return {"choices": choices, "usage": generation.usage}
+
+
+class CompletionEvents(EventWriter):
+    """Events of a text completion; the choices of several prompts come interleaved."""
+
+    def __init__(self, tokenizer: TextTokenizer, envelope: dict[str, Any], body: CompletionBody) -> None:
+        super().__init__(envelope, body.include_usage)
+        self._tokenizer = tokenizer
+        self._after = f',"logprobs":null,"finish_reason":null}}]{self.tail}'
+
+    def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob]) -> str:
+        if not entries:
+            return f'{self.head}{{"index":{choice.index},"text":{quote(text)}{self._after}'
+        logprobs = json.dumps(completion_lists(self._tokenizer, entries), ensure_ascii=False)
+        return self._event(choice, quote(text), logprobs, "null")
+
+    def ending(self, choice: Choice) -> str:
+        assert choice.finish_reason is not None
+        finish = f'{quote(choice.finish_reason)},"stop_reason":{json.dumps(choice.stop_reason, ensure_ascii=False)}'
+        return self._event(choice, '""', "null", finish)
+
+    def _event(self, choice: Choice, text: str, logprobs: str, finish: str) -> str:
+        return (
+            f'{self.head}{{"index":{choice.index},"text":{text},"logprobs":{logprobs},'
+            f'"finish_reason":{finish}}}]{self.tail}'
+        )

@@ -1,0 +1,196 @@
+"""What all endpoints share: one model's tokenizer and defaults, the connection to the scheduler, the open requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+from pagemill_gateway.connection import Connection
+from pagemill_gateway.defaults import GenerationDefaults, SamplingResolver
+from pagemill_gateway.errors import ApiError
+from pagemill_gateway.metrics import GatewayMetrics
+from pagemill_gateway.requests import Choice, GatewayRequest, Output
+from pagemill_gateway.schemas import GenerationBody
+from pagemill_gateway.stops import StopFinder
+from pagemill_gateway.tokenizer import TextTokenizer
+from pagemill_shared.errors import RequestError
+from pagemill_shared.manifest import ModelManifest
+
+INLINE_CHARACTERS = 4096
+"""Texts up to this long are tokenized on the event loop, where they take less time than handing them to a thread."""
+
+T = TypeVar("T")
+
+
+class Generation:
+    """The requests of one HTTP request. Use it as a context: whatever has not ended when it is left is aborted."""
+
+    def __init__(self, engine: Engine, requests: Sequence[GatewayRequest], output: Output) -> None:
+        self.requests = requests
+        self.output = output
+        self._engine = engine
+
+    def __enter__(self) -> Generation:
+        self._engine.open.add(self)
+        for request in self.requests:
+            self._engine.connection.submit(request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.open.discard(self)
+        unfinished = [request for request in self.requests if request.choice.finish_reason is None]
+        for request in unfinished:
+            self._engine.connection.abort(request)
+            self._engine.metrics.unfinished("error" if self.output.error is not None else "abort")
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request in self.requests)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(request.choice.num_tokens for request in self.requests)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+class Engine:
+    """Serves one model.
+
+    Args:
+        name: what the API calls the model.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        manifest: ModelManifest,
+        tokenizer: TextTokenizer,
+        defaults: GenerationDefaults,
+        connection: Connection,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self.name = name
+        self.manifest = manifest
+        self.tokenizer = tokenizer
+        self.resolver = SamplingResolver(manifest, defaults)
+        self.connection = connection
+        self.metrics = metrics
+        self.created = int(time.time())
+        self.open: set[Generation] = set()
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        self.connection.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 unless ``name`` is the model that is served, or None."""
+        if name is not None and name != self.name:
+            raise ApiError(404, f"the model `{name:.200}` does not exist", param="model", code="model_not_found")
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens: the model's limit, or what the workers have room for."""
+        fleet = self.connection.client.fleet.max_model_len
+        return min(self.manifest.max_model_len, fleet) if fleet else self.manifest.max_model_len
+
+    async def tokenize(self, characters: int, work: Callable[[], T]) -> T:
+        """Runs ``work`` over a text of so many characters, off the event loop when it is long.
+
+        Raises:
+            ApiError: the text is refused.
+        """
+        try:
+            if characters <= INLINE_CHARACTERS:
+                return work()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except RequestError as error:
+            raise ApiError.of(error) from None
+        except UnicodeEncodeError:
+            raise ApiError(400, "the text holds half of a surrogate pair", code="invalid_value") from None
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises ApiError for an id that the vocabulary does not have."""
+        highest = max(ids, default=0)
+        if highest >= self.manifest.vocab_size:
+            raise ApiError(
+                400,
+                f"{param}: token id {highest} is outside the vocabulary of {self.manifest.vocab_size}",
+                param=param,
+                code="invalid_value",
+            )
+
+    def max_tokens(self, prompt_length: int, wanted: int | None, explicit: bool, param: str) -> int:
+        """The output limit of a prompt: what is wanted, or what fits.
+
+        Args:
+            wanted: None for as many as fit.
+            explicit: whether the request asked for ``wanted`` itself; a default is cut to what fits.
+
+        Raises:
+            ApiError: ``context_length_exceeded`` with the numbers.
+        """
+        longest = self.max_model_len
+        room = longest - prompt_length
+        if room < 1:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {longest} tokens, but the prompt has {prompt_length} tokens "
+                "and at least one must be generated",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if wanted is not None and explicit and wanted > room:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {longest} tokens, but {prompt_length + wanted} were "
+                f"requested ({prompt_length} in the prompt, {wanted} for the completion)",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return room if wanted is None else min(wanted, room)
+
+    def generation(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        num_logprobs: int | None,
+        request_id: str,
+        arrived: float,
+    ) -> Generation:
+        """Prepares one request per prompt; entering the generation submits them."""
+        choices = [self._choice(index, body, prompt) for index, prompt in enumerate(prompts)]
+        output = Output(choices, body.stream)
+        requests = [
+            GatewayRequest(
+                request_id=request_id,
+                prompt_token_ids=np.array(prompt, np.int32),
+                sampling=self.resolver.resolve(body, limit, num_logprobs),
+                priority=body.priority,
+                choice=choice,
+                output=output,
+                timing=self.metrics,
+                arrived=arrived,
+            )
+            for prompt, limit, choice in zip(prompts, limits, choices, strict=True)
+        ]
+        return Generation(self, requests, output)
+
+    def _choice(self, index: int, body: GenerationBody, prompt: Sequence[int]) -> Choice:
+        return Choice(
+            index,
+            self.tokenizer.detokenizer(prompt, skip_special_tokens=body.skip_special_tokens),
+            StopFinder(body.stop, body.include_stop_str_in_output) if body.stop else None,
+            body.min_tokens,
+            body.include_stop_str_in_output,
+        )

@@ -1,0 +1,141 @@
+"""One HTTP request and its response, on raw ASGI: as little as possible lies between a token and the socket."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from pagemill_gateway.errors import ApiError, Headers
+
+ABORT_EXTENSION = "pagemill.abort"
+"""ASGI extension: ``abort`` is a callable that drops the connection at once, with what its client has not read."""
+
+_JSON = (b"content-type", b"application/json")
+_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}\Z")
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before its request was complete."""
+
+
+class Exchange:
+    """Reads one request, writes one response.
+
+    Attributes:
+        request_id: the client's ``X-Request-Id``, or a new one; sent back with every response.
+        writes: body writes that were handed over so far.
+        writing: whether a write waits for the client to read.
+    """
+
+    __slots__ = ("_receive", "_send", "request_id", "scope", "started", "writes", "writing")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.request_id = _given_request_id(scope) or uuid.uuid4().hex
+        self.started = False
+        self.writes = 0
+        self.writing = False
+        self._receive = receive
+        self._send = send
+
+    async def read_body(self, limit: int) -> bytes:
+        """The whole body.
+
+        Raises:
+            ApiError: 413, it is longer than ``limit`` bytes.
+            ClientGoneError: the client went before it was all here.
+        """
+        declared = self.header(b"content-length")
+        if declared is not None and declared.isdigit() and int(declared) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            body = message.get("body", b"")
+            size += len(body)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(body)
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    async def disconnected(self) -> None:
+        """Returns when the client closes its connection. Only after the body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first header called ``name``, in lower case."""
+        for key, value in self.scope["headers"]:
+            if key == name:
+                return bytes(value)
+        return None
+
+    async def send_json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        await self.send_bytes(
+            json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"), status, headers, [_JSON]
+        )
+
+    async def send_error(self, error: ApiError) -> None:
+        """The error as a response; a body that was not read in full ends the connection."""
+        await self.send_bytes(error.encoded(), error.status, error.headers, [_JSON])
+
+    async def send_bytes(self, body: bytes, status: int, headers: dict[str, str] | None, content_type: Headers) -> None:
+        given = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, [*content_type, length, *given])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def start_stream(self) -> None:
+        await self._start(200, _STREAM)
+
+    async def write(self, body: bytes) -> None:
+        """Hands over a part of the stream; waits while the client does not read."""
+        self.writing = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        self.writing = False
+        self.writes += 1
+
+    async def end_stream(self, body: bytes) -> None:
+        self.writing = True
+        await self._send({"type": "http.response.body", "body": body})
+        self.writing = False
+
+    def drop(self) -> None:
+        """Ends the connection at once, without waiting for the client to read."""
+        extension: dict[str, Callable[[], None]] = self.scope.get("extensions", {}).get(ABORT_EXTENSION, {})
+        if "abort" in extension:
+            extension["abort"]()
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        request_id = (b"x-request-id", self.request_id.encode("ascii"))
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, request_id]})
+
+
+def _given_request_id(scope: Scope) -> str | None:
+    for key, value in scope["headers"]:
+        if key == b"x-request-id":
+            text = value.decode("latin-1")
+            return text if _REQUEST_ID.match(text) else None
+    return None
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413, f"the request body is larger than {limit} bytes", code="request_too_large", headers={"Connection": "close"}
+    )

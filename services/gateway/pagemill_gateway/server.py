@@ -1,0 +1,165 @@
+"""The ASGI application: routes, keys, limits, and the one place where errors become responses."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import Receive, Scope, Send
+
+from pagemill_gateway import chat, completions, status, tokens
+from pagemill_gateway.engine import Engine
+from pagemill_gateway.errors import ApiError
+from pagemill_gateway.exchange import ClientGoneError, Exchange
+from pagemill_shared.settings import GatewaySettings
+
+Handler = Callable[[Engine, Exchange, bytes], Awaitable[None]]
+Call = Callable[[Exchange], Awaitable[None]]
+
+
+class Gateway:
+    """The application, with or without a model: until one is loaded every endpoint that needs it answers 503.
+
+    Attributes:
+        engine: the loaded model, None while it is waited for.
+        stopping: set when the process was told to end; new requests are refused from then on.
+    """
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.engine: Engine | None = None
+        self.stopping = False
+        self.exchanges: set[Exchange] = set()
+        """Those whose response is not complete."""
+        self._max_body_bytes = settings.max_body_bytes
+        self._key = settings.api_key.encode() if settings.api_key is not None else None
+        self._log = structlog.get_logger("pagemill.gateway")
+        self._router = Router(self._routes(), redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # No middleware: each layer of it would cost every streamed token a coroutine.
+        exchange = Exchange(scope, receive, send)
+        self.exchanges.add(exchange)
+        began = time.monotonic()
+        scope["app"] = self  # the router raises for what it does not find, instead of answering in plain text
+        scope["exchange"] = exchange
+        try:
+            await self._answer(exchange, self._router(scope, receive, send))
+        finally:
+            self.exchanges.discard(exchange)
+            self._log.debug(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                request_id=exchange.request_id,
+                seconds=round(time.monotonic() - began, 4),
+            )
+
+    async def _answer(self, exchange: Exchange, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except ClientGoneError:
+            return
+        except ApiError as error:
+            await self._fail(exchange, error)
+        except HTTPException as error:
+            await self._fail(exchange, _routing_error(exchange.scope, error))
+        except Exception:
+            self._log.exception("a request failed unexpectedly", request_id=exchange.request_id)
+            await self._fail(exchange, ApiError(500, "internal error", code="internal_error"))
+
+    async def _fail(self, exchange: Exchange, error: ApiError) -> None:
+        if exchange.started:
+            await exchange.end_stream(b"data: " + error.encoded() + b"\n\n")
+        else:
+            await exchange.send_error(error)
+
+    # ------------------------------------------------------------ routes
+
+    def _routes(self) -> list[BaseRoute]:
+        def post(path: str, handler: Handler) -> Route:
+            return Route(path, _Endpoint(self._guarded(handler, with_body=True)), methods=["POST"])
+
+        def get(path: str, handler: Handler) -> Route:
+            return Route(path, _Endpoint(self._guarded(handler, with_body=False)), methods=["GET"])
+
+        return [
+            post("/v1/chat/completions", chat.chat_completions),
+            post("/v1/completions", completions.completions),
+            post("/tokenize", tokens.tokenize),
+            post("/detokenize", tokens.detokenize),
+            get("/v1/models", status.models),
+            get("/v1/models/{model:path}", status.model),
+            get("/v1/pagemill/state", status.state),
+            get("/metrics", status.metrics),
+            Route("/version", _Endpoint(status.server_version), methods=["GET"]),
+            Route("/health", _Endpoint(self._health), methods=["GET"]),
+            Route("/ready", _Endpoint(self._ready), methods=["GET"]),
+        ]
+
+    def _guarded(self, handler: Handler, with_body: bool) -> Call:
+        async def call(exchange: Exchange) -> None:
+            self._check_key(exchange)
+            if with_body and self.stopping:
+                raise ApiError(503, "the server is stopping", code="server_stopping")
+            engine = self._loaded_engine()
+            await handler(engine, exchange, await exchange.read_body(self._max_body_bytes) if with_body else b"")
+
+        return call
+
+    def _check_key(self, exchange: Exchange) -> None:
+        if self._key is None:
+            return
+        scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._key):
+            raise ApiError(
+                401,
+                "a valid API key must be sent as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _loaded_engine(self) -> Engine:
+        if self.engine is None:
+            raise ApiError(503, "the model is not loaded yet", code="model_loading")
+        return self.engine
+
+    async def _health(self, exchange: Exchange) -> None:
+        """200 while requests make progress, also while the process finishes its last ones."""
+        await self._tell(exchange, "healthy")
+
+    async def _ready(self, exchange: Exchange) -> None:
+        """200 while new requests are welcome."""
+        if self.stopping:
+            raise ApiError(503, "the server is stopping", code="server_stopping")
+        await self._tell(exchange, "ready")
+
+    async def _tell(self, exchange: Exchange, word: str) -> None:
+        engine = self._loaded_engine()
+        obstacle = engine.connection.obstacle()
+        if obstacle is not None:
+            raise obstacle.as_error()
+        fleet = engine.connection.client.fleet
+        await exchange.send_json({"status": word, "model": engine.name, "ready_workers": fleet.ready_workers})
+
+
+class _Endpoint:
+    """An ASGI application around one call; the router takes a plain function for a request handler of its own kind."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._call(scope["exchange"])
+
+
+def _routing_error(scope: Scope, error: HTTPException) -> ApiError:
+    path, method = scope["path"][:200], scope["method"]
+    if error.status_code == 405:
+        return ApiError(405, f"{path} does not take {method}", code="method_not_allowed", headers=error.headers)
+    if error.status_code == 404:
+        return ApiError(404, f"there is no {path}", code="not_found")
+    return ApiError(error.status_code, str(error.detail), headers=error.headers)

@@ -1,0 +1,126 @@
+"""Server-sent events: the path that every streamed token takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from json.encoder import encode_basestring
+from typing import Any
+
+from pagemill_gateway.engine import Generation
+from pagemill_gateway.exchange import Exchange
+from pagemill_gateway.requests import Choice, Output, TokenLogprob
+
+HEADER_WAIT_S = 1.0
+"""How long the status line waits for the first output, so that a refusal can still be an HTTP error."""
+
+_DONE = b"data: [DONE]\n\n"
+quote = encode_basestring
+"""JSON text of a string, the C implementation; the reason why pieces are put together by hand."""
+
+
+class EventWriter(ABC):
+    """Writes the events of one response.
+
+    Args:
+        envelope: id, object, created and model, the same in all events.
+        include_usage: whether a last event tells the usage; the others then say ``"usage": null``.
+    """
+
+    def __init__(self, envelope: dict[str, Any], include_usage: bool) -> None:
+        self.head = "data: " + json.dumps(envelope, ensure_ascii=False)[:-1] + ',"choices":['
+        self.tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
+        self.include_usage = include_usage
+
+    def opening(self, choice: Choice) -> str:
+        """Events before a choice's first piece."""
+        return ""
+
+    @abstractmethod
+    def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob]) -> str:
+        """The event that carries ``text``."""
+
+    @abstractmethod
+    def ending(self, choice: Choice) -> str:
+        """The event that tells the finish reason."""
+
+    def usage(self, usage: dict[str, int]) -> str:
+        return f'{self.head}],"usage":{json.dumps(usage)}}}\n\n'
+
+    def news(self, choice: Choice) -> str:
+        """All that is new of ``choice``."""
+        text, entries = choice.take()
+        events = self.piece(choice, text, entries) if text or entries else ""
+        return events + self.ending(choice) if choice.finish_reason is not None else events
+
+
+async def send_stream(exchange: Exchange, generation: Generation, writer: EventWriter) -> None:
+    """Streams until the generation has ended or the client has gone.
+
+    Raises:
+        ApiError: it ended with an error before anything was sent.
+    """
+    output = generation.output
+    with generation, _watching(exchange, output):
+        try:
+            news = await asyncio.wait_for(output.news(), HEADER_WAIT_S)
+        except TimeoutError:
+            news = []
+        if output.client_gone:
+            return
+        if output.error is not None and not news:
+            raise output.error
+        await exchange.start_stream()
+        events = "".join(map(writer.opening, output.choices))
+        while True:
+            for choice in news:
+                events += writer.news(choice)
+            if output.done:
+                break
+            if events:
+                await exchange.write(events.encode())
+            events = ""
+            news = await output.news()
+        await exchange.end_stream(_last_events(events, generation, writer))
+
+
+async def collect(exchange: Exchange, generation: Generation) -> bool:
+    """Waits for all choices; False when the client has gone meanwhile.
+
+    Raises:
+        ApiError: the generation ended with an error.
+    """
+    output = generation.output
+    with generation, _watching(exchange, output):
+        await output.news()
+    if output.error is not None:
+        raise output.error
+    return not output.client_gone
+
+
+@contextmanager
+def _watching(exchange: Exchange, output: Output) -> Iterator[None]:
+    """Abandons the output as soon as the client closes its connection."""
+
+    def gone(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            output.abandon()
+
+    watch = asyncio.ensure_future(exchange.disconnected())
+    watch.add_done_callback(gone)
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
+def _last_events(events: str, generation: Generation, writer: EventWriter) -> bytes:
+    error = generation.output.error
+    if error is not None:
+        return events.encode() + b"data: " + error.encoded() + b"\n\n"
+    if writer.include_usage:
+        events += writer.usage(generation.usage)
+    return events.encode() + _DONE

@@ -1,0 +1,314 @@
+"""A scheduler without workers: speaks the wire protocol over a real socket and replays scripted token ids."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import zmq
+
+from pagemill_shared.channel import RouterChannel
+from pagemill_shared.messages import (
+    AbortRequest,
+    Delivery,
+    FinishReason,
+    FleetStatus,
+    GatewayHello,
+    GatewaySync,
+    GatewayWelcome,
+    Heartbeat,
+    HelloRequest,
+    RequestFailure,
+    Resync,
+    SequenceFinished,
+    StateQuery,
+    StateReport,
+    SubmitRequest,
+    TokenLogprobs,
+)
+from pagemill_shared.numbering import Incoming, Outgoing, Verdict
+from pagemill_shared.schema import Message
+
+_HEARTBEAT_S = 0.1
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a request is answered with.
+
+    Attributes:
+        token_ids: the output, the end token included where there is one.
+        finish: with the last token; NOT_FINISHED leaves the request open.
+        per_delivery: tokens in one delivery.
+        logprobs: gives (token ids, values) for an output token: itself first, then the most likely ones.
+        failure: (code, message, param) instead of tokens.
+    """
+
+    token_ids: Sequence[int] = ()
+    finish: FinishReason = FinishReason.LENGTH
+    per_delivery: int = 1
+    logprobs: Callable[[int], tuple[list[int], list[float]]] | None = None
+    failure: tuple[str, str, str] | None = None
+
+
+@dataclass
+class Running:
+    """One request in the stub."""
+
+    submit: SubmitRequest
+    script: Script
+    sent: int = 0
+
+
+@dataclass
+class Gateway:
+    identity: str
+    outgoing: Outgoing = field(default_factory=Outgoing)
+    incoming: Incoming = field(default_factory=Incoming)
+    running: dict[int, Running] = field(default_factory=dict)
+
+
+class StubScheduler:
+    """Runs in a thread while it is used as a context. Its fields are safe to read while :meth:`wait_for` waits.
+
+    Args:
+        endpoint: where gateways connect, ``ipc://…``.
+        fleet: what it says of its workers.
+        answer: the script of a request; ``script`` is another way to say it.
+        interval: seconds between deliveries, 0 for as fast as it can.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        fleet: FleetStatus,
+        answer: Callable[[SubmitRequest], Script] | None = None,
+        incarnation: int = 1,
+        interval: float = 0.0,
+    ) -> None:
+        self.endpoint = endpoint
+        self.fleet = fleet
+        self.answer = answer or (lambda _: self.script)
+        self.script = Script()
+        self.incarnation = incarnation
+        self.interval = interval
+        self.held = False
+        """Whether deliveries wait."""
+        self.silent = False
+        """Whether it reads nothing and says nothing, like a stopped process."""
+        self.state: dict[str, Any] = {"metrics": {"num_requests_running": 0}, "workers": [], "requests": []}
+        self.submitted: list[SubmitRequest] = []
+        self.aborted: list[int] = []
+        self.finished: list[tuple[int, int]] = []
+        self.synced: list[list[int]] = []
+        self.gateways: dict[bytes, Gateway] = {}
+        self._epochs = incarnation << 32
+        self._drop_next = 0
+        self._changed = threading.Condition()
+        self._calls: list[Callable[[], None]] = []
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="stub scheduler", daemon=True)
+
+    # ------------------------------------------------------------ for tests
+
+    def __enter__(self) -> StubScheduler:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channel = RouterChannel(self._context, "frontend", self.endpoint, keys=None, allow_insecure_bind=False)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._thread.join(10)
+        self._channel.close()
+        self._context.destroy(linger=0)
+
+    def wait_for(self, condition: Callable[[], Any], timeout: float = 20.0) -> Any:
+        """The first true value of ``condition``; fails when there is none in time."""
+        deadline = time.monotonic() + timeout
+        while not (value := condition()):
+            assert time.monotonic() < deadline, "the stub scheduler waited in vain"
+            with self._changed:
+                self._changed.wait(0.02)
+        return value
+
+    def set_fleet(self, fleet: FleetStatus) -> None:
+        self._call(lambda: self._push_fleet(fleet))
+
+    def fail(self, code: str, message: str, param: str = "") -> None:
+        """Ends every running request with an error."""
+        self._call(lambda: self._fail_all((code, message, param)))
+
+    def lose_next_delivery(self) -> None:
+        """The next delivery gets a number but is never sent."""
+        self._call(lambda: setattr(self, "_drop_next", 1))
+
+    @property
+    def running(self) -> int:
+        return sum(len(gateway.running) for gateway in list(self.gateways.values()))
+
+    # ------------------------------------------------------------ the thread
+
+    def _call(self, work: Callable[[], None]) -> None:
+        done = threading.Event()
+        self._calls.append(lambda: (work(), done.set())[0])  # type: ignore[func-returns-value]
+        assert done.wait(10)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        self._channel.register(poller)
+        heartbeat = delivery = time.monotonic()
+        while not self._stop:
+            busy = self.running and not self.held
+            poller.poll((self.interval * 1000 if self.interval else 0) if busy else 5)
+            if self.silent:
+                time.sleep(0.005)
+                continue
+            while self._calls:
+                self._calls.pop(0)()
+            for route, message in self._channel.receive(1000):
+                self._receive(route, message)
+            self._channel.broken()
+            now = time.monotonic()
+            if now - heartbeat > _HEARTBEAT_S:
+                heartbeat = now
+                for route, gateway in self.gateways.items():
+                    self._send(
+                        route, Heartbeat(gateway.outgoing.epoch, gateway.outgoing.sent, gateway.incoming.received)
+                    )
+            if not self.held and now - delivery >= self.interval:
+                delivery = now
+                for route, gateway in self.gateways.items():
+                    self._deliver(route, gateway)
+
+    def _receive(self, route: bytes, message: Message) -> None:
+        gateway = self.gateways.get(route)
+        if isinstance(message, GatewayHello):
+            known = [r for r, g in self.gateways.items() if g.identity == message.identity]
+            gateway = self.gateways.pop(known[0]) if known else Gateway(message.identity)
+            self.gateways[route] = gateway
+            self._welcome(route, gateway)
+        elif gateway is None:
+            self._send(route, HelloRequest())
+        elif isinstance(message, Resync):
+            self._welcome(route, gateway)
+        elif isinstance(message, Heartbeat):
+            if gateway.incoming.check_heartbeat(message.epoch, message.sent) is Verdict.BROKEN:
+                self._welcome(route, gateway)
+        elif isinstance(message, StateQuery):
+            self._send(route, StateReport(message.query, json.dumps(self.state).encode()))
+        elif isinstance(message, GatewaySync | SubmitRequest | AbortRequest | SequenceFinished):
+            verdict = gateway.incoming.accept(message.epoch, message.number)
+            if verdict is Verdict.APPLY:
+                self._apply(gateway, message)
+            elif verdict is Verdict.BROKEN:
+                self._welcome(route, gateway)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _apply(self, gateway: Gateway, message: Message) -> None:
+        match message:
+            case GatewaySync(handles=handles):
+                self.synced.append(handles.tolist())
+                for handle in gateway.running.keys() - set(handles.tolist()):
+                    self.aborted.append(handle)
+                    del gateway.running[handle]
+            case SubmitRequest(handle=handle):
+                if handle not in gateway.running:
+                    gateway.running[handle] = Running(message, self.answer(message))
+                    self.submitted.append(message)
+            case AbortRequest(handle=handle):
+                self.aborted.append(handle)
+                gateway.running.pop(handle, None)
+            case SequenceFinished(handle=handle, tokens_kept=kept):
+                self.finished.append((handle, kept))
+                gateway.running.pop(handle, None)
+
+    def _welcome(self, route: bytes, gateway: Gateway) -> None:
+        self._epochs += 1
+        gateway.outgoing.begin(self._epochs)
+        gateway.incoming.begin(self._epochs)
+        for running in gateway.running.values():
+            running.sent = 0  # all that it has produced is delivered again
+        self._send(route, GatewayWelcome(self._epochs, self.incarnation))
+        self._send(route, self.fleet)
+
+    def _deliver(self, route: bytes, gateway: Gateway) -> None:
+        rows: list[tuple[int, int, int, int]] = []
+        tokens: list[int] = []
+        packed: list[tuple[int, list[int], list[float]]] = []
+        failures = []
+        for handle, running in list(gateway.running.items()):
+            script = running.script
+            if script.failure is not None:
+                failures.append(RequestFailure(handle, *script.failure))
+                del gateway.running[handle]
+                continue
+            new = list(script.token_ids[running.sent : running.sent + script.per_delivery])
+            ended = running.sent + len(new) == len(script.token_ids) and script.finish is not FinishReason.NOT_FINISHED
+            if not new and not ended:
+                continue
+            if script.logprobs is not None and running.submit.sampling.logprobs is not None:
+                packed += [(len(tokens) + row, *script.logprobs(token)) for row, token in enumerate(new)]
+            rows.append((handle, running.sent, len(new), int(script.finish) if ended else 0))
+            tokens += new
+            running.sent += len(new)
+            if ended:
+                del gateway.running[handle]
+        if rows or failures:
+            self._send_delivery(route, gateway, rows, tokens, packed, failures)
+
+    def _send_delivery(
+        self,
+        route: bytes,
+        gateway: Gateway,
+        rows: list[tuple[int, int, int, int]],
+        tokens: list[int],
+        packed: list[tuple[int, list[int], list[float]]],
+        failures: list[RequestFailure],
+    ) -> None:
+        columns = np.array(rows, np.int32).reshape(-1, 4)
+        delivery = Delivery(
+            gateway.outgoing.epoch,
+            gateway.outgoing.next(),
+            handles=columns[:, 0],
+            sequences=np.zeros(len(rows), np.int32),
+            offsets=columns[:, 1],
+            counts=columns[:, 2],
+            finishes=columns[:, 3],
+            token_ids=np.array(tokens, np.int32),
+            logprobs=TokenLogprobs(
+                rows=np.array([row for row, _, _ in packed], np.int32),
+                counts=np.array([len(ids) for _, ids, _ in packed], np.int32),
+                ranks=np.ones(len(packed), np.int32),
+                token_ids=np.array([i for _, ids, _ in packed for i in ids], np.int32),
+                values=np.array([v for _, _, values in packed for v in values], np.float32),
+            ),
+            failures=tuple(failures),
+        )
+        if self._drop_next:
+            self._drop_next = 0
+        else:
+            self._send(route, delivery)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _push_fleet(self, fleet: FleetStatus) -> None:
+        self.fleet = fleet
+        for route in self.gateways:
+            self._send(route, fleet)
+
+    def _fail_all(self, failure: tuple[str, str, str]) -> None:
+        for route, gateway in self.gateways.items():
+            failures = [RequestFailure(handle, *failure) for handle in gateway.running]
+            gateway.running.clear()
+            if failures:
+                self._send_delivery(route, gateway, [], [], [], failures)
+
+    def _send(self, route: bytes, message: Message) -> None:
+        self._channel.send(route, message)
