@@ -1,0 +1,70 @@
+"""Small random checkpoints in transformers' form, and runners over them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from pagemill_kernels.select import select_kernels
+from pagemill_worker.cache import KVCache
+from pagemill_worker.models.registry import load_model
+from pagemill_worker.runner import Runner
+
+CPU = torch.device("cpu")
+VOCAB = 160
+
+
+def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """A Llama of two layers whose logits are spread widely enough that greedy choices are no ties."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(fields | changes))).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:  # transformers starts them at 0 and 1
+            parameter.data += torch.randn_like(parameter) * 0.1
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_runner(
+    folder: Path,
+    *,
+    num_blocks: int = 64,
+    num_swap_blocks: int = 0,
+    block_size: int = 4,
+    max_model_len: int = 256,
+    dtype: torch.dtype = torch.float32,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> Runner:
+    config = json.loads((folder / "config.json").read_text())
+    model = load_model(folder, config, max_model_len, dtype, CPU)
+    cache = KVCache(model.cache, block_size, num_blocks, num_swap_blocks, dtype, CPU)
+    return Runner(model, cache, select_kernels(CPU), max_model_len, CPU, clock)
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """What transformers generates greedily, end tokens being ordinary ones."""
+    ids = torch.tensor([prompt])
+    result = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return result[0, len(prompt) :].tolist()
