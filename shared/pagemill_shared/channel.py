@@ -113,6 +113,8 @@ class RouterChannel:
 
     def close(self) -> None:
         """Sends what is still to be sent, for a moment, and removes the file of an ipc endpoint."""
+        if self.socket.closed:
+            return
         self._connections.close(self.socket)
         if self._file is not None:
             self._file.unlink(missing_ok=True)  # ZeroMQ leaves it

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import structlog
 import zmq
+from structlog.typing import FilteringBoundLogger
 
 from pagemill_shared.channel import DealerChannel
 from pagemill_shared.curve import load_client_keys
@@ -32,7 +34,7 @@ def run(settings: WorkerSettings) -> int:
     keys = load_client_keys(settings.curve_dir) if settings.curve_dir is not None else None
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))  # nothing is lost before the first hello
-    runner, hello = load_worker(settings, log.info)
+    runner, hello = load_worker(settings, progress_log(log))
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
         channel = DealerChannel(context, "backend", settings.backend, keys=keys)
@@ -57,3 +59,21 @@ def run(settings: WorkerSettings) -> int:
             return 1
     log.info("worker stopped")
     return 0
+
+
+def progress_log(log: FilteringBoundLogger) -> Callable[[str, float | None], None]:
+    """Logs each step that is reported, and long steps again at every tenth of them."""
+    last: tuple[str, int | None] | None = None
+
+    def report(step: str, share: float | None) -> None:
+        nonlocal last
+        tenth = None if share is None else int(share * 10)
+        if (step, tenth) == last:
+            return
+        last = (step, tenth)
+        if tenth is None:
+            log.info(step)
+        else:
+            log.info(step, done=f"{tenth * 10} %")
+
+    return report

@@ -163,6 +163,8 @@ class Shell:
             return
         # Before the main thread can see the welcome: it passes over whatever is not of the epoch in force.
         self._epoch = self._link.epoch if self._link.in_epoch else None
+        if self._leave_by is not None and self._epoch is None:
+            return  # no new hello from one that leaves; _leave_if_asked ends
         for reply in outcome.send:
             self._channel.send(reply)
         for item in outcome.apply:
