@@ -99,6 +99,8 @@ class RouterChannel:
     def send(self, route: bytes, message: Message) -> bool:
         """Hands the message over; False when the peer's connection has gone or its queue is full."""
         data = encode(message)
+        if self._connections.has_ended(route):
+            return False  # for a moment after a connection broke, ZeroMQ would still take messages for it
         try:
             self.socket.send(route, zmq.SNDMORE | zmq.NOBLOCK)
             self.socket.send(data, zmq.NOBLOCK)
