@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -61,14 +62,12 @@ class GatewayServer:
         """Asks ``path`` until it answers with ``status``."""
         deadline = time.monotonic() + timeout
         while True:
-            try:
+            response = None
+            with contextlib.suppress(httpx.TransportError):
                 response = self.client.get(path)
-            except httpx.TransportError as error:
-                assert time.monotonic() < deadline, error
-                continue
-            if response.status_code == status:
+            if response is not None and response.status_code == status:
                 return response
-            assert time.monotonic() < deadline, (response.status_code, response.text)
+            assert time.monotonic() < deadline, response and (response.status_code, response.text)
             time.sleep(0.01)
 
     def _run(self) -> None:

@@ -64,7 +64,9 @@ class PlanDriver:
 
     # ------------------------------------------------------------ what tests call
 
-    def add(self, prompt: list[int], wanted: int, sampling: SamplingParams = GREEDY, n: int = 1) -> list[DrivenSequence]:
+    def add(
+        self, prompt: list[int], wanted: int, sampling: SamplingParams = GREEDY, n: int = 1
+    ) -> list[DrivenSequence]:
         """A request of ``n`` sequences, which joins with the next step."""
         group = [DrivenSequence(list(prompt), sampling, index, wanted) for index in range(n)]
         group[0].forks = group[1:]

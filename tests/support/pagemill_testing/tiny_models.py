@@ -66,5 +66,12 @@ def make_runner(
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """What transformers generates greedily, end tokens being ordinary ones."""
     ids = torch.tensor([prompt])
-    result = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    result = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return result[0, len(prompt) :].tolist()
