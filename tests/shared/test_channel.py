@@ -394,18 +394,32 @@ def test_clients_with_other_keys_or_none_are_refused(bench: Bench, folder: Path)
     keys, client, stranger = load_server_keys(ours), load_client_keys(ours), load_client_keys(theirs)
     bench.stack.enter_context(client_check(bench.context, keys))
     router = bench.router("tcp://127.0.0.1:*", keys)
-    refused: list[ClientKeys | None] = [
+    wrong_keys: list[ClientKeys | None] = [
         ClientKeys(keys.public, stranger.public, stranger.secret),  # knows the scheduler, is not known to it
         stranger,  # takes it for another scheduler
         None,
     ]
-    for count, wrong in enumerate(refused, start=1):
+    for wrong in wrong_keys:
+        before = router.refused
         dealer = DealerChannel(bench.context, "backend", router.endpoint, keys=wrong)
-        wait_until(lambda count=count: router.broken() or router.refused >= count, what="refusal")  # type: ignore[misc]
+        wait_until(lambda before=before: router.broken() or router.refused > before, what="refusal")  # type: ignore[misc]
         assert not dealer.send(Heartbeat(1, 0, 0))
         dealer.close()
     assert router.receive(10) == []
     connected(router, bench.dealer(router.endpoint, client))
+
+
+def test_a_refused_client_says_why_it_has_no_connection(bench: Bench, folder: Path) -> None:
+    generate_keys(folder / "ours")
+    generate_keys(folder / "theirs")
+    keys, stranger = load_server_keys(folder / "ours"), load_client_keys(folder / "theirs")
+    bench.stack.enter_context(client_check(bench.context, keys))
+    router = bench.router("tcp://127.0.0.1:*", keys)
+    with capture_logs() as logs:
+        dealer = bench.dealer(router.endpoint, ClientKeys(keys.public, stranger.public, stranger.secret))
+        wait_until(lambda: not dealer.send(Heartbeat(1, 0, 0)) and dealer.refused)
+    said = [line for line in logs if "do the CURVE keys" in line["event"]]
+    assert [line["endpoint"] for line in said] == [router.endpoint] * len(said) != []
 
 
 def test_nobody_comes_in_while_nobody_checks(bench: Bench, folder: Path) -> None:
