@@ -90,7 +90,8 @@ def expected_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     "fields",
     [
         {}, {"temperature": 0.5}, {"temperature": 3.0}, {"top_k": 5}, {"top_k": 10_000}, {"top_p": 0.7}, {"min_p": 0.1},
-        {"top_k": 20, "top_p": 0.8}, {"top_p": 0.9, "min_p": 0.05}, {"top_k": 7, "top_p": 0.95, "min_p": 0.2, "temperature": 1.7},
+        {"top_k": 20, "top_p": 0.8}, {"top_p": 0.9, "min_p": 0.05},
+        {"top_k": 7, "top_p": 0.95, "min_p": 0.2, "temperature": 1.7},
     ],
 )  # fmt: skip
 def test_tokens_follow_the_distribution(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +100,10 @@ def test_tokens_follow_the_distribution(fields: dict[str, Any], monkeypatch: pyt
     draws = 4000
     params = SamplingParams(**({"temperature": 1.0} | fields))
     logits = random_logits(1)
-    tokens = draw(logits.expand(draws, -1), [SamplingParams(**({"temperature": 1.0} | fields | {"seed": s})) for s in range(draws)])
+    tokens = draw(
+        logits.expand(draws, -1),
+        [SamplingParams(**({"temperature": 1.0} | fields | {"seed": s})) for s in range(draws)],
+    )
     expected = expected_distribution(logits[0], params).double()
     observed = torch.bincount(torch.from_numpy(tokens.token_ids.astype(np.int64)), minlength=50).double()
     assert observed[expected == 0].sum() == 0
@@ -137,7 +141,11 @@ def test_near_equal_logits_do_not_swap_tokens() -> None:
 
 def test_several_tokens_from_one_row() -> None:
     logits = random_logits(3)
-    params = [SamplingParams(temperature=1.0, seed=4), SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=5)]
+    params = [
+        SamplingParams(temperature=1.0, seed=4),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, seed=5),
+    ]
     together = draw(logits, params, copies=6).token_ids.reshape(3, 6)
     assert len(set(together[0].tolist())) > 1
     assert together[1].tolist() == [int(logits[1].argmax())] * 6
@@ -153,7 +161,9 @@ MIXED = [
     SamplingParams(temperature=1.0, top_p=0.5, seed=2, logprobs=3),
     SamplingParams(temperature=0.0, repetition_penalty=1.5, logprobs=0),
     SamplingParams(temperature=1.3, min_p=0.1, frequency_penalty=0.5, presence_penalty=-0.3, seed=3),
-    SamplingParams(temperature=0.0, logit_bias_ids=np.array([7], np.int32), logit_bias_values=np.array([100.0], np.float32)),
+    SamplingParams(
+        temperature=0.0, logit_bias_ids=np.array([7], np.int32), logit_bias_values=np.array([100.0], np.float32)
+    ),
     SamplingParams(temperature=1.0, seed=8, min_tokens=5, eos_token_ids=np.array([3, 4], np.int32)),
     SamplingParams(temperature=2.0, seed=6),
 ]

@@ -225,9 +225,9 @@ def test_a_plan_out_of_turn_is_not_carried_out() -> None:
 # ---------------------------------------------------------------- the scheduler's ways
 
 
-def test_a_worker_that_comes_first_waits_for_its_scheduler() -> None:
-    with running() as run:
-        wait_until(lambda: run.channel.endpoint and run.shell._link.deadline > 0)
+def test_a_worker_that_comes_first_says_so_and_waits_for_its_scheduler() -> None:
+    with capture_logs() as logs, running() as run:
+        wait_until(lambda: [line for line in logs if line["event"] == "no scheduler answers; trying on"])
         scheduler = run.scheduler()
         wait_until(scheduler._fill, scheduler.channel.socket)
         if not isinstance(scheduler._queue[0], WorkerHello):  # the hello went nowhere; probes follow it
@@ -235,6 +235,7 @@ def test_a_worker_that_comes_first_waits_for_its_scheduler() -> None:
         scheduler.welcome(10)
         scheduler.send(IterationPlan(10, 1))
         scheduler.expect(IterationResult)
+    assert [line["endpoint"] for line in logs if line["event"].startswith("no scheduler")] == [run.endpoint]
 
 
 def test_a_restarted_scheduler_is_joined_again() -> None:

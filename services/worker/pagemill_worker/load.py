@@ -67,7 +67,7 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
         model=manifest.name,
         device=_device_name(device),
         dtype=_name(dtype),
-        kernels=runner.kernels.name,
+        kernels=f"{runner.kernels.name}+{model.linear_name}",
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         block_size=cache.block_size,
