@@ -25,6 +25,10 @@ HIGH_WATER_MARK = 1000
 """Messages that wait for one peer, in each direction, before a send fails."""
 LINGER_MS = 1000
 """How long closing waits for messages that are still to be sent."""
+PROBE_MS = 5_000
+PROBE_TIMEOUT_MS = 15_000
+"""ZeroMQ's own heartbeats, which tell nothing of the peer's health but end a connection whose other host has vanished
+without a word; TCP alone would hold on to it for a quarter of an hour, and nobody would connect anew."""
 _NAMED_SENDERS = 1024
 
 
@@ -50,7 +54,7 @@ class RouterChannel:
         self._log = structlog.get_logger("pagemill.channel").bind(channel=name)
         self._offences: Counter[str] = Counter()
         self.socket = context.socket(zmq.ROUTER)
-        _bound_sizes(self.socket)
+        _configure(self.socket)
         self.socket.router_mandatory = True
         if keys is not None:
             self.socket.curve_server = True
@@ -166,7 +170,7 @@ class DealerChannel:
         self._offences: Counter[str] = Counter()
         self.refused = 0
         self.socket = context.socket(zmq.DEALER)
-        _bound_sizes(self.socket)
+        _configure(self.socket)
         self._monitor = Monitor(context, self.socket, REFUSALS)
         # Nothing waits for a scheduler that is not there: what it would find in its queue later is out of date.
         self.socket.immediate = True
@@ -233,10 +237,11 @@ class DealerChannel:
                 )
 
 
-def _bound_sizes(socket: zmq.Socket[bytes]) -> None:
+def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
     socket.linger = LINGER_MS
+    socket.heartbeat_ivl, socket.heartbeat_timeout = PROBE_MS, PROBE_TIMEOUT_MS
 
 
 def _skip_rest(socket: zmq.Socket[bytes]) -> int:

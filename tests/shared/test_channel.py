@@ -292,6 +292,38 @@ def test_a_killed_process_is_noticed_at_once_and_it_alone(bench: Bench, folder: 
     assert router.broken() == []
 
 
+ROUTER_CHILD = """
+import sys
+import zmq
+from pagemill_shared.channel import RouterChannel
+from pagemill_shared.messages import Heartbeat
+channel = RouterChannel(zmq.Context(), "backend", sys.argv[1], keys=None, allow_insecure_bind=False)
+print("bound", flush=True)
+while True:
+    channel.socket.poll()
+    for route, message in channel.receive(10):
+        channel.send(route, message)
+"""
+
+
+def test_a_connection_to_a_host_that_vanished_without_a_word_ends(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagemill_shared.channel.PROBE_MS", 50)
+    monkeypatch.setattr("pagemill_shared.channel.PROBE_TIMEOUT_MS", 200)
+    with python(ROUTER_CHILD, f"ipc://{folder}/s") as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "bound\n"
+        dealer = bench.dealer(f"ipc://{folder}/s")
+        wait_until(lambda: dealer.send(Heartbeat(1, 0, 0)), what="connection")
+        wait_until(lambda: dealer.receive(1), dealer.socket)
+        child.send_signal(signal.SIGSTOP)  # answers nothing, closes nothing
+        wait_until(lambda: not dealer.send(Heartbeat(2, 0, 0)), what="end of the connection")
+        child.send_signal(signal.SIGCONT)
+        wait_until(lambda: dealer.send(Heartbeat(3, 0, 0)), what="new connection")
+        wait_until(lambda: Heartbeat(3, 0, 0) in dealer.receive(100), dealer.socket)
+
+
 @ENDPOINTS
 def test_connections_that_come_and_go_are_told_apart(bench: Bench, folder: Path, endpoint: str) -> None:
     router = bench.router(endpoint.format(folder))

@@ -88,6 +88,7 @@ class Shell:
         # The courier's own:
         self._leave_by: float | None = None
         self._state = LinkState.CONNECTING
+        self._warn_at: float | None = None
 
     def request_stop(self) -> None:
         """Hand the work over, then return from ``run``. From any thread or signal handler, also during a plan."""
@@ -144,6 +145,7 @@ class Shell:
         poller = zmq.Poller()
         poller.register(self._channel.socket, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
+        self._warn_at = self._clock() + self._link.peer_timeout
         while not self._ended:
             poller.poll(max(0, math.ceil((self._link.deadline - self._clock()) * 1000)))
             self._wakeup.drain()
@@ -189,6 +191,10 @@ class Shell:
                 self._channel.send(result)
 
     def _note_state(self) -> None:
+        if self._warn_at is not None and (self._link.epoch or self._clock() >= self._warn_at):
+            if not self._link.epoch:
+                self._log.warning("no scheduler answers; trying on", endpoint=self._channel.endpoint)
+            self._warn_at = None
         state = self._link.state
         if state is not self._state:
             level = "warning" if state is LinkState.LOST else "info"
