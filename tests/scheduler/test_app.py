@@ -320,6 +320,19 @@ def test_endpoints_and_keys_that_cannot_be_used_are_clear_errors(fleet: Fleet) -
     gateway.until(lambda: gateway.link.in_epoch)
 
 
+def test_a_failing_core_ends_the_process_with_status_1(fleet: Fleet) -> None:
+    script = "from pagemill_scheduler.core import SchedulerCore; SchedulerCore._tick = None" + SCHEDULER
+    process = fleet._start(
+        [sys.executable, "-c", script], {"PAGEMILL_FRONTEND": fleet.frontend, "PAGEMILL_BACKEND": fleet.backend}
+    )
+    assert ended(process) == 1
+    assert process.stdout is not None
+    output = process.stdout.read()
+    assert "the scheduler core failed; ending" in output
+    assert "Tick" in output
+    assert list(fleet.folder.iterdir()) == []
+
+
 def test_every_policy_setting_reaches_the_core(fleet: Fleet) -> None:
     values = {
         "max_num_seqs": 7,
