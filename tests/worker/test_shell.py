@@ -229,9 +229,6 @@ def test_a_worker_that_comes_first_says_so_and_waits_for_its_scheduler() -> None
     with capture_logs() as logs, running() as run:
         wait_until(lambda: [line for line in logs if line["event"] == "no scheduler answers; trying on"])
         scheduler = run.scheduler()
-        wait_until(scheduler._fill, scheduler.channel.socket)
-        if not isinstance(scheduler._queue[0], WorkerHello):  # the hello went nowhere; probes follow it
-            scheduler.send(HelloRequest())
         scheduler.welcome(10)
         scheduler.send(IterationPlan(10, 1))
         scheduler.expect(IterationResult)

@@ -153,7 +153,7 @@ class Shell:
                 self._receive(message)
             self._send_results()
             for message in self._link.tick(self._clock()):
-                self._channel.send(message)
+                self._send(message)
             self._note_state()
             self._leave_if_asked()
 
@@ -168,14 +168,14 @@ class Shell:
         if self._leave_by is not None and self._epoch is None:
             return  # no new hello from one that leaves; _leave_if_asked ends
         for reply in outcome.send:
-            self._channel.send(reply)
+            self._send(reply)
         for item in outcome.apply:
             match item:
                 case WorkerWelcome():
                     self._log.info("welcomed", epoch=item.epoch)
                     self._inbox.put(item)
                     if self._leave_by is not None:
-                        self._channel.send(WorkerLeaving(self._link.hello.identity))
+                        self._send(WorkerLeaving(self._link.hello.identity))
                 case IterationPlan():
                     self._inbox.put(item)
                 case WorkerDismissed(reason=reason):
@@ -188,7 +188,11 @@ class Shell:
         while self._outbox:
             result = self._outbox.popleft()
             if self._link.count_result(result):
-                self._channel.send(result)
+                self._send(result)
+
+    def _send(self, message: Message) -> None:
+        if not self._channel.send(message):
+            self._link.unsent(self._clock())
 
     def _note_state(self) -> None:
         if self._warn_at is not None and (self._link.epoch or self._clock() >= self._warn_at):
@@ -207,7 +211,7 @@ class Shell:
             self._log.info("leaving")
             self._leave_by = now + self._shutdown_grace
             if self._link.in_epoch:
-                self._channel.send(WorkerLeaving(self._link.hello.identity))
+                self._send(WorkerLeaving(self._link.hello.identity))
         if self._leave_by is None:
             return
         if self._link.state is not LinkState.CONNECTED:
