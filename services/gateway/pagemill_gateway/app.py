@@ -28,6 +28,10 @@ from pagemill_shared.logs import configure_logging
 from pagemill_shared.manifest import MANIFEST_NAME, prepared_folder, read_manifest
 from pagemill_shared.settings import GatewaySettings
 
+STALLED_CLIENT_S = 30.0
+"""A client that reads nothing of its stream for so long is cut off, after twice the time at the latest."""
+_SEND_BUFFER_BYTES = 256 * 1024
+"""What the kernel keeps for one client that does not read."""
 _LATE_TASKS_S = 1.0
 """What requests that were ended by us get to write their last event."""
 
@@ -59,6 +63,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigurationError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # connections inherit it
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -74,6 +79,7 @@ async def serve(settings: GatewaySettings, listener: socket.socket, stop_request
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop_requested.wait())
     loading = asyncio.create_task(load_engine(settings))
+    watching = asyncio.create_task(gateway.drop_stalled(STALLED_CLIENT_S))
     host, port = listener.getsockname()[:2]
     try:
         await asyncio.wait({loading, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -85,8 +91,8 @@ async def serve(settings: GatewaySettings, listener: socket.socket, stop_request
         gateway.stopping = True
         await drain(gateway, settings.shutdown_grace)
     finally:
-        loading.cancel()
-        stopping.cancel()
+        for task in (loading, stopping, watching):
+            task.cancel()
         server.should_exit = True
         await serving
         if gateway.engine is not None:

@@ -13,6 +13,13 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self.transport.abort}}
 
+    def timeout_keep_alive_handler(self) -> None:
+        """An idle connection ends; one whose client never read its last response, without waiting for that."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
     def send_400_response(self, msg: str) -> None:
         body = ApiError(400, "the request is not valid HTTP", code="invalid_http").encoded()
         head = (
