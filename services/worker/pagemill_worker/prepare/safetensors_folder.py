@@ -141,15 +141,21 @@ def _copy_tokenizer(folder: Path, space: Workspace) -> None:
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name, from each of the places where they have been kept; the newest place counts."""
     templates: dict[str, str] = {}
-    for kept in (config.get("chat_template"), read_json(folder / "chat_template.json").get("chat_template")):
-        if isinstance(kept, str):
-            templates["default"] = kept
-        elif isinstance(kept, list):
-            templates.update({entry["name"]: entry["template"] for entry in kept})
-    files = {path.stem: path for path in folder.glob(f"{_TEMPLATE_FOLDER}/*.jinja")}
-    if (folder / _TEMPLATE_FILE).is_file():
-        files["default"] = folder / _TEMPLATE_FILE
-    return {**templates, **{name: path.read_bytes().decode() for name, path in files.items()}}
+    try:
+        for kept in (config.get("chat_template"), read_json(folder / "chat_template.json").get("chat_template")):
+            if isinstance(kept, str):
+                templates["default"] = kept
+            elif kept is not None:
+                templates.update({entry["name"]: entry["template"] for entry in kept})
+        files = {path.stem: path for path in folder.glob(f"{_TEMPLATE_FOLDER}/*.jinja")}
+        if (folder / _TEMPLATE_FILE).is_file():
+            files["default"] = folder / _TEMPLATE_FILE
+        templates.update({name: path.read_bytes().decode() for name, path in files.items()})
+        if not all(isinstance(part, str) for entry in templates.items() for part in entry):
+            raise TypeError
+        return templates
+    except (LookupError, TypeError, UnicodeDecodeError):
+        raise ConfigurationError(f"{folder}: its chat templates are damaged") from None
 
 
 def _without(content: dict[str, Any], *keys: str) -> dict[str, Any]:
