@@ -174,8 +174,7 @@ class DealerChannel:
         self._monitor = Monitor(context, self.socket, REFUSALS)
         # Nothing waits for a scheduler that is not there: what it would find in its queue later is out of date.
         self.socket.immediate = True
-        self.socket.reconnect_ivl = 100
-        self.socket.reconnect_ivl_max = 1000
+        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 400  # milliseconds
         if keys is not None:
             self.socket.curve_serverkey = keys.server_public
             self.socket.curve_publickey = keys.public

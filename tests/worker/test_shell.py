@@ -255,7 +255,7 @@ def test_a_silent_scheduler_is_waited_for() -> None:
     with capture_logs() as logs, running() as run:
         scheduler = run.scheduler()
         scheduler.welcome(10)
-        wait_until(lambda: "scheduler lost" in [line["event"] for line in logs])
+        wait_until(lambda: "the scheduler is silent; trying on" in [line["event"] for line in logs])
         scheduler.nothing_but_heartbeats(3)
         scheduler.send(IterationPlan(10, 1))  # it was only slow: the epoch goes on
         scheduler.expect(IterationResult)

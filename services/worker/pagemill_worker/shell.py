@@ -32,6 +32,11 @@ from pagemill_shared.schema import Message
 from pagemill_shared.wakeup import Wakeup
 
 DRAIN_LIMIT = 64
+_STATES = {
+    LinkState.CONNECTING: ("info", "waiting for the scheduler's welcome"),
+    LinkState.CONNECTED: ("info", "the scheduler counts on this worker"),
+    LinkState.LOST: ("warning", "the scheduler is silent; trying on"),
+}
 
 
 class Runner(Protocol):
@@ -172,7 +177,7 @@ class Shell:
         for item in outcome.apply:
             match item:
                 case WorkerWelcome():
-                    self._log.info("welcomed", epoch=item.epoch)
+                    self._log.debug("welcomed", epoch=item.epoch)
                     self._inbox.put(item)
                     if self._leave_by is not None:
                         self._send(WorkerLeaving(self._link.hello.identity))
@@ -201,8 +206,8 @@ class Shell:
             self._warn_at = None
         state = self._link.state
         if state is not self._state:
-            level = "warning" if state is LinkState.LOST else "info"
-            getattr(self._log, level)(f"scheduler {state.value}", endpoint=self._channel.endpoint)
+            level, text = _STATES[state]
+            getattr(self._log, level)(text, endpoint=self._channel.endpoint)
             self._state = state
 
     def _leave_if_asked(self) -> None:
