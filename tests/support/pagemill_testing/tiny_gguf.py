@@ -158,9 +158,7 @@ class TinyGguf:
         self.weights[target] = dequantize(stored, self.kind)
         self.tensors[source] = (_interleave(stored, permuted_heads), self.kind)
 
-    def _vector(
-        self, source: str, target: str, length: int, rng: np.random.Generator, permuted_heads: int = 0
-    ) -> None:
+    def _vector(self, source: str, target: str, length: int, rng: np.random.Generator, permuted_heads: int = 0) -> None:
         values = rng.normal(1.0 if target.endswith("norm.weight") else 0.0, 0.1, length).astype(np.float32)
         self.weights[target] = values
         self.tensors[source] = (_interleave(values, permuted_heads), Kind.F32)
