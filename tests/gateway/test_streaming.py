@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from pagemill_testing.sockets import ipc_folder, wait_until
 from pagemill_testing.stub_scheduler import Script, StubScheduler
 from structlog.testing import capture_logs
 
-from pagemill_gateway import app
+from pagemill_gateway import http_protocol
 from pagemill_gateway.requests import MAX_UNREAD_TOKENS
 from pagemill_shared.messages import FinishReason, FleetStatus
 
@@ -68,6 +69,11 @@ class RawClient:
         while part := self.socket.recv(1 << 20):
             data += part
         return data
+
+
+def many_logprobs(token: int) -> tuple[list[int], list[float]]:
+    """Makes about a kilobyte of an event."""
+    return [token, *range(100, 120)], [-0.5] * 21
 
 
 def error_of(text: str) -> dict[str, Any]:
@@ -131,7 +137,7 @@ def test_a_failure_after_some_text_is_told(api: Stage, stream: bool) -> None:
         api.stub.fail("no_worker", "the last worker is gone")
         data = client.read_all().decode()
     if stream:
-        assert "three" in data
+        assert "".join(re.findall(r'"text":"([^"]*)"', data)) == "one two three"
         assert '"finish_reason":"' not in data
         assert "[DONE]" not in data
         event = data[data.rindex("data: ") :].partition("\n\n")[0]
@@ -147,8 +153,8 @@ def test_a_failure_after_some_text_is_told(api: Stage, stream: bool) -> None:
 
 def test_a_client_that_does_not_read_is_cut_and_others_are_unhurt(api: Stage) -> None:
     long = ids("flows on and on ") * 4000
-    api.stub.replay(long, FinishReason.NOT_FINISHED, logprobs=lambda t: ([t] * 6, [-0.5] * 6))
-    with RawClient(api.gateway.port, receive_buffer=4096, prompt="x", stream=True, logprobs=5) as slow:
+    api.stub.replay(long, FinishReason.NOT_FINISHED, logprobs=many_logprobs)
+    with RawClient(api.gateway.port, receive_buffer=4096, prompt="x", stream=True, logprobs=20) as slow:
         handle = api.stub.wait_for(lambda: api.stub.submitted)[0].handle
         api.stub.script = Script(ids("a normal stream"))
         assert [e["choices"][0]["text"] for e in api.events(PATH, prompt="x")][-1] == ""
@@ -161,10 +167,10 @@ def test_a_client_that_does_not_read_is_cut_and_others_are_unhurt(api: Stage) ->
 
 
 def test_a_client_that_never_reads_again_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "STALLED_CLIENT_S", 0.2)
+    monkeypatch.setattr(http_protocol, "STALLED_CLIENT_S", 0.2)
     with stage() as api, capture_logs() as logs:
-        api.stub.replay(ids("flows on and on ") * 1000, logprobs=lambda t: ([t] * 6, [-0.5] * 6))
-        with RawClient(api.gateway.port, receive_buffer=4096, prompt="x", stream=True, logprobs=5) as client:
+        api.stub.replay(ids("flows on and on ") * 1000, logprobs=many_logprobs)
+        with RawClient(api.gateway.port, receive_buffer=4096, prompt="x", stream=True, logprobs=20) as client:
             wait_until(lambda: any("does not read" in entry["event"] for entry in logs), what="dropping the client")
             assert b"[DONE]" not in client.read_all()
 

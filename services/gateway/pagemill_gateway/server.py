@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable
@@ -35,7 +34,6 @@ class Gateway:
         self.stopping = False
         self.exchanges: set[Exchange] = set()
         """Those whose response is not complete."""
-        self._seen_writes: dict[Exchange, int] = {}
         self._max_body_bytes = settings.max_body_bytes
         self._key = settings.api_key.encode() if settings.api_key is not None else None
         self._log = structlog.get_logger("pagemill.gateway")
@@ -78,17 +76,6 @@ class Gateway:
             await exchange.end_stream(b"data: " + error.encoded() + b"\n\n")
         else:
             await exchange.send_error(error)
-
-    async def drop_stalled(self, patience: float) -> None:
-        """Ends, for ever, connections whose client has read nothing for ``patience`` to twice as many seconds."""
-        while True:
-            await asyncio.sleep(patience)
-            waiting = {exchange: exchange.writes for exchange in self.exchanges if exchange.writing}
-            for exchange, writes in waiting.items():
-                if self._seen_writes.get(exchange) == writes:
-                    self._log.warning("client does not read: connection dropped", request_id=exchange.request_id)
-                    exchange.drop()
-            self._seen_writes = waiting
 
     # ------------------------------------------------------------ routes
 

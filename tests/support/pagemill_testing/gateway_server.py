@@ -113,7 +113,8 @@ class GatewayServer:
 
     def stop(self) -> None:
         """What SIGTERM does."""
-        self._loop.call_soon_threadsafe(self._stop.set)
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._stop.set)
 
     def join(self) -> None:
         self._thread.join(20)
