@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,15 @@ CONTEXT = 128
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 # Where a block of each format keeps its half-precision scales, which random bytes must not make infinite.
-_SCALES = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
+_SCALES = {
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+    Kind.Q4_K: (0, 2),
+    Kind.Q5_K: (0, 2),
+    Kind.Q6_K: (208,),
+    Kind.IQ4_NL: (0,),
+    Kind.IQ4_XS: (0,),
+}
 
 TRAINING_TEXT = [
     "The quick brown fox jumps over the lazy dog. The dog didn't mind; it's used to foxes, and they're quick.",
@@ -101,8 +110,6 @@ def sentencepiece_vocabulary(merges: int = 300) -> Vocabulary:
 
 
 def _merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    import json
-
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 

@@ -41,6 +41,8 @@ KINDS = [
     Kind.Q4_K,
     Kind.Q5_K,
     Kind.Q6_K,
+    Kind.IQ4_NL,
+    Kind.IQ4_XS,
 ]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -175,6 +177,7 @@ def test_end_tokens_of_turn_and_message_count_where_the_file_names_them(tmp_path
     [
         ({"general.architecture": "mamba"}, "architecture 'mamba'; supported in GGUF files: llama"),
         ({"general.architecture": "LLaMa"}, "architecture 'LLaMa'"),
+        ({"split.count": 3}, "is one of 3 parts of a split model"),
         ({"llama.expert_count": 8}, "mixture-of-experts"),
         ({"llama.block_count": None}, "llama.block_count is missing"),
         ({"llama.block_count": "two"}, "llama.block_count is a str, not a int"),

@@ -98,6 +98,8 @@ def model_config(file: GgufFile, architecture: Architecture) -> Config:
         ConfigurationError: the file lacks an entry, or asks for what the architecture's class does not do.
     """
     meta = Metadata(file, file.metadata["general.architecture"])
+    if (parts := Metadata(file, "split").integer("count", 1)) > 1:
+        raise ConfigurationError(f"{file.path} is one of {parts} parts of a split model: join them into one file first")
     if meta.integer("expert_count", 0):
         raise ConfigurationError(f"{file.path} is a mixture-of-experts model, which is not supported in GGUF files")
     embedding = file.tensors.get("token_embd.weight")

@@ -58,7 +58,9 @@ def prepare_folder(folder: Path, name: str, space: Workspace) -> None:
     if generation.is_file():
         space.copy(generation.name, generation)
     else:
-        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
+        ids = {
+            key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None
+        }
         space.write_json(generation.name, ids)
     _prepare_tokenizer(folder, name, space)
 
