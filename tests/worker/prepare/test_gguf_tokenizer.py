@@ -100,6 +100,13 @@ class TestByteLevel:
             tokenizer = loaded(vocabulary, ggml__tokens=tokens, ggml__token_type=kinds, ggml__pre=pre)
             assert len(tokenizer.encode("xyzzy", add_special_tokens=False).ids) == count
 
+    def test_tokens_with_a_role_are_special_whatever_their_mark(self) -> None:
+        tokenizer = loaded(byte_level_vocabulary(), ggml__token_type=None)
+        ids = tokenizer.encode("a<|im_end|>").ids
+        assert ids[-1] == 2
+        assert tokenizer.decode(ids) == "a"
+        assert 3 not in tokenizer.encode("<tool>").ids
+
     def test_unused_tokens_have_no_text(self) -> None:
         vocabulary = byte_level_vocabulary()
         size = vocabulary.size
@@ -117,7 +124,7 @@ class TestByteLevel:
             ({"ggml__pre": None}, "pre-tokenizer 'default'.*old converter"),
             ({"ggml__pre": "chameleon"}, "pre-tokenizer 'chameleon'; supported: gpt-2, "),
             ({"ggml__tokens": ["a", 1]}, "tokens is not a list of str"),
-            ({"ggml__tokens": ["a", "a"], "ggml__token_type": [1, 1]}, "the same token twice"),
+            ({"ggml__tokens": ["a", "b", "b"], "ggml__token_type": [1, 1, 1]}, "the same token twice"),
             ({"ggml__token_type": [1, 1]}, r"\d+ tokens but 2 token types"),
             ({"ggml__merges": ["a b c"]}, "'a b c' merges no two tokens to a third"),
             ({"ggml__merges": ["a \x00"]}, "merges no two tokens to a third"),
@@ -128,6 +135,13 @@ class TestByteLevel:
     def test_damage_is_named(self, changes: dict[str, Any], cause: str) -> None:
         with pytest.raises(ConfigurationError, match=rf"m\.gguf.*{cause}"):
             read(byte_level_vocabulary(), **changes)
+
+
+def test_an_unused_token_has_no_role() -> None:
+    vocabulary = byte_level_vocabulary()
+    kinds = [3, 3, UNUSED, *vocabulary.metadata["tokenizer.ggml.token_type"][3:]]
+    with pytest.raises(ConfigurationError, match=r"m\.gguf is damaged: its eos token 2 is marked as unused"):
+        read(vocabulary, ggml__token_type=kinds)
 
 
 def best_score_first(vocabulary: Vocabulary, text: str) -> list[str]:
