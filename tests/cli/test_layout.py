@@ -1,4 +1,4 @@
-"""Top-level folders are called `shared` and `kernels`: were the root on sys.path, they would answer to foreign imports."""
+"""Top-level folders are called `shared` and `kernels`: a root on sys.path would let them answer to foreign imports."""
 
 from __future__ import annotations
 
