@@ -13,7 +13,7 @@ import structlog
 import zmq
 
 from pagemill_shared.codec import decode, encode
-from pagemill_shared.connections import REFUSALS, Connections, Monitor
+from pagemill_shared.connections import REFUSALS, Connections, Monitor, is_power_of_two
 from pagemill_shared.curve import ZAP_DOMAIN, ClientKeys, ServerKeys
 from pagemill_shared.endpoints import check_bind, ipc_path
 from pagemill_shared.errors import ConfigurationError, ProtocolError
@@ -171,9 +171,8 @@ class DealerChannel:
         self.refused = 0
         self.socket = context.socket(zmq.DEALER)
         _configure(self.socket)
-        self._monitor = Monitor(context, self.socket, REFUSALS)
-        # Nothing waits for a scheduler that is not there: what it would find in its queue later is out of date.
-        self.socket.immediate = True
+        self._connected = False
+        self._monitor = Monitor(context, self.socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSALS)
         self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 400  # milliseconds
         if keys is not None:
             self.socket.curve_serverkey = keys.server_public
@@ -209,10 +208,13 @@ class DealerChannel:
 
     def send(self, message: Message) -> bool:
         """Hands the message over; False while there is no connection or its queue is full."""
+        # Nothing waits for a scheduler that is not there: what it would find in its queue later is out of date.
+        # ZeroMQ's own option for that, ZMQ_IMMEDIATE, also throws away what has arrived when a connection ends.
+        if not self.connected:
+            return False
         try:
             self.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            self._note_refusals()
             return False
         return True
 
@@ -223,17 +225,26 @@ class DealerChannel:
         self._monitor.close()
         self.socket.close()
 
-    def _note_refusals(self) -> None:
-        """Says why there is no connection when the reason is that the other side will have none."""
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now."""
         for event, _ in self._monitor.events():
-            self.refused += 1
-            if _is_power_of_two(self.refused):
-                self._log.warning(
-                    "connection refused in the handshake; do the CURVE keys of both sides belong together?",
-                    endpoint=self.endpoint,
-                    reason=event.name,
-                    count=self.refused,
-                )
+            if event & REFUSALS:
+                self._note_refusal(event)
+            else:
+                self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return self._connected
+
+    def _note_refusal(self, event: zmq.Event) -> None:
+        """Says why there is no connection when the reason is that the other side will have none."""
+        self.refused += 1
+        if is_power_of_two(self.refused):
+            self._log.warning(
+                "connection refused in the handshake; do the CURVE keys of both sides belong together?",
+                endpoint=self.endpoint,
+                reason=event.name,
+                count=self.refused,
+            )
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
@@ -264,14 +275,10 @@ def _property(frame: zmq.Frame, name: str) -> str | None:
 def _log_offence(
     log: structlog.typing.FilteringBoundLogger, offences: Counter[str], peer: str, reason: str, address: object
 ) -> None:
-    # The 1st, 2nd, 4th, 8th … of a sender: a flood of bad messages must not become a flood of log lines.
+    # The 1st, 2nd, 4th, 8th … of a sender.
     if len(offences) >= _NAMED_SENDERS:
         offences.clear()
     offences[peer] += 1
     count = offences[peer]
-    if _is_power_of_two(count):
+    if is_power_of_two(count):
         log.warning("malformed message dropped", peer=peer, address=address, reason=reason, count=count)
-
-
-def _is_power_of_two(count: int) -> bool:
-    return count & (count - 1) == 0

@@ -107,7 +107,8 @@ class Connections:
         for event, value in self.monitor.events():
             if event & REFUSALS:
                 self.refused += 1
-                self._log.warning("connection refused in the handshake", reason=event.name)
+                if is_power_of_two(self.refused):  # a refused peer tries on, ten times a second
+                    self._log.warning("connection refused in the handshake", reason=event.name, count=self.refused)
                 continue
             route = self._route_of.pop(value, None)
             if route is not None:
@@ -119,3 +120,8 @@ class Connections:
         self._gone[route] = None
         if len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
+
+
+def is_power_of_two(count: int) -> bool:
+    """Whether the ``count``-th line of its kind is logged: a flood of events must not become a flood of lines."""
+    return count & (count - 1) == 0

@@ -26,7 +26,7 @@ from pagemill_shared.messages import Heartbeat
 from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.settings import SchedulerSettings
 
-SUPPORT = str(Path(pagemill_testing.__file__).parents[1])
+PYTHONPATH = os.pathsep.join([str(Path(pagemill_testing.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 SCHEDULER = """
 import sys
 from pagemill_scheduler.app import run
@@ -61,7 +61,7 @@ class Fleet:
 
     def worker(self, identity: str, step: float = 0.005, curve_dir: str = "") -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "pagemill_testing.worker_process", self.backend, identity, str(step), "60"]
-        return self._start([*command, curve_dir] if curve_dir else command, {"PYTHONPATH": SUPPORT})
+        return self._start([*command, curve_dir] if curve_dir else command, {"PYTHONPATH": PYTHONPATH})
 
     def gateway(self, curve_dir: Path | None = None) -> LiveGateway:
         keys = load_client_keys(curve_dir) if curve_dir else None

@@ -204,8 +204,8 @@ import zmq
 from pagemill_shared.channel import DealerChannel
 from pagemill_shared.messages import Heartbeat
 channel = DealerChannel(zmq.Context(), "backend", sys.argv[1], keys=None)
-channel.socket.poll(20_000, zmq.POLLOUT)
-channel.send(Heartbeat(7, 0, 0))
+while not channel.send(Heartbeat(7, 0, 0)):
+    channel._monitor.socket.poll()
 sys.stdin.read()
 """
 

@@ -136,6 +136,21 @@ def test_nothing_waits_for_a_scheduler_that_is_not_there(bench: Bench, folder: P
     connected(router, dealer, 2)
 
 
+@ENDPOINTS
+def test_what_arrived_before_a_connection_ended_is_still_read(bench: Bench, folder: Path, endpoint: str) -> None:
+    router = bench.router(endpoint.format(folder))
+    dealer = bench.dealer(router.endpoint)
+    route = connected(router, dealer)
+    for number in range(20):
+        assert router.send(route, Heartbeat(number, 0, 0))
+    router.socket.linger = 20_000
+    router.close()
+    wait_until(lambda: not dealer.connected, what="end of the connection")
+    got: list[Message] = []
+    wait_until(lambda: got.extend(dealer.receive(3)) or len(got) == 20, dealer.socket)
+    assert got == [Heartbeat(number, 0, 0) for number in range(20)]
+
+
 def test_a_large_message_travels_and_a_larger_one_is_refused(bench: Bench, folder: Path) -> None:
     router = bench.router(f"ipc://{folder}/s")
     dealer = bench.dealer(router.endpoint)
@@ -269,8 +284,8 @@ import zmq
 from pagemill_shared.channel import DealerChannel
 from pagemill_shared.messages import Heartbeat
 channel = DealerChannel(zmq.Context(), "backend", sys.argv[1], keys=None)
-channel.socket.immediate = False
-channel.send(Heartbeat(7, 0, 0)) or channel.socket.poll(20_000, zmq.POLLOUT) and channel.send(Heartbeat(7, 0, 0))
+while not channel.send(Heartbeat(7, 0, 0)):
+    channel._monitor.socket.poll()
 sys.stdin.read()
 """
 
