@@ -13,7 +13,7 @@ import structlog
 import zmq
 
 from pagemill_shared.codec import decode, encode
-from pagemill_shared.connections import Connections
+from pagemill_shared.connections import REFUSALS, Connections, Monitor
 from pagemill_shared.curve import ZAP_DOMAIN, ClientKeys, ServerKeys
 from pagemill_shared.endpoints import check_bind, ipc_path
 from pagemill_shared.errors import ConfigurationError, ProtocolError
@@ -25,6 +25,10 @@ HIGH_WATER_MARK = 1000
 """Messages that wait for one peer, in each direction, before a send fails."""
 LINGER_MS = 1000
 """How long closing waits for messages that are still to be sent."""
+PROBE_MS = 5_000
+PROBE_TIMEOUT_MS = 15_000
+"""ZeroMQ's own heartbeats, which tell nothing of the peer's health but end a connection whose other host has vanished
+without a word; TCP alone would hold on to it for a quarter of an hour, and nobody would connect anew."""
 _NAMED_SENDERS = 1024
 
 
@@ -50,7 +54,7 @@ class RouterChannel:
         self._log = structlog.get_logger("pagemill.channel").bind(channel=name)
         self._offences: Counter[str] = Counter()
         self.socket = context.socket(zmq.ROUTER)
-        _bound_sizes(self.socket)
+        _configure(self.socket)
         self.socket.router_mandatory = True
         if keys is not None:
             self.socket.curve_server = True
@@ -72,7 +76,7 @@ class RouterChannel:
     def register(self, poller: zmq.Poller) -> None:
         """Lets ``poller`` wake when a message has come or a connection has broken."""
         poller.register(self.socket, zmq.POLLIN)
-        poller.register(self._connections.monitor, zmq.POLLIN)
+        poller.register(self._connections.monitor.socket, zmq.POLLIN)
 
     @property
     def refused(self) -> int:
@@ -117,7 +121,7 @@ class RouterChannel:
         """Sends what is still to be sent, for a moment, and removes the file of an ipc endpoint."""
         if self.socket.closed:
             return
-        self._connections.close(self.socket)
+        self._connections.close()
         if self._file is not None:
             self._file.unlink(missing_ok=True)  # ZeroMQ leaves it
         self.socket.close()
@@ -164,12 +168,13 @@ class DealerChannel:
         self.malformed = 0
         self._log = structlog.get_logger("pagemill.channel").bind(channel=name)
         self._offences: Counter[str] = Counter()
+        self.refused = 0
         self.socket = context.socket(zmq.DEALER)
-        _bound_sizes(self.socket)
+        _configure(self.socket)
+        self._monitor = Monitor(context, self.socket, REFUSALS)
         # Nothing waits for a scheduler that is not there: what it would find in its queue later is out of date.
         self.socket.immediate = True
-        self.socket.reconnect_ivl = 100
-        self.socket.reconnect_ivl_max = 1000
+        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 400  # milliseconds
         if keys is not None:
             self.socket.curve_serverkey = keys.server_public
             self.socket.curve_publickey = keys.public
@@ -207,18 +212,35 @@ class DealerChannel:
         try:
             self.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
+            self._note_refusals()
             return False
         return True
 
     def close(self) -> None:
         """Sends what is still to be sent, for a moment."""
+        if self.socket.closed:
+            return
+        self._monitor.close()
         self.socket.close()
 
+    def _note_refusals(self) -> None:
+        """Says why there is no connection when the reason is that the other side will have none."""
+        for event, _ in self._monitor.events():
+            self.refused += 1
+            if _is_power_of_two(self.refused):
+                self._log.warning(
+                    "connection refused in the handshake; do the CURVE keys of both sides belong together?",
+                    endpoint=self.endpoint,
+                    reason=event.name,
+                    count=self.refused,
+                )
 
-def _bound_sizes(socket: zmq.Socket[bytes]) -> None:
+
+def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
     socket.linger = LINGER_MS
+    socket.heartbeat_ivl, socket.heartbeat_timeout = PROBE_MS, PROBE_TIMEOUT_MS
 
 
 def _skip_rest(socket: zmq.Socket[bytes]) -> int:
@@ -247,5 +269,9 @@ def _log_offence(
         offences.clear()
     offences[peer] += 1
     count = offences[peer]
-    if count & (count - 1) == 0:
+    if _is_power_of_two(count):
         log.warning("malformed message dropped", peer=peer, address=address, reason=reason, count=count)
+
+
+def _is_power_of_two(count: int) -> bool:
+    return count & (count - 1) == 0

@@ -1,15 +1,47 @@
-"""Which connections of a ROUTER socket are alive, and which routing id belongs to which."""
+"""What ZeroMQ tells of connections: which are alive, which routing id belongs to which, which were refused."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""Connections that did not get through the handshake: wrong keys, not ZeroMQ."""
 _REMEMBERED = 4096
+
+
+class Monitor:
+    """What happens to the connections of a socket, as (event, file descriptor). Make it before binding or connecting.
+
+    Args:
+        events: a mask of ``zmq.EVENT_…``.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes], events: int) -> None:
+        self._watched = watched
+        address = f"inproc://monitor-{id(self)}"
+        watched.monitor(address, events)
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.rcvhwm = 0  # a full queue would stop ZeroMQ's I/O thread
+        self.socket.linger = 0
+        self.socket.connect(address)
+
+    def events(self) -> Iterator[tuple[zmq.Event, int]]:
+        """Those since the last call."""
+        while True:
+            try:
+                event = recv_monitor_message(self.socket, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield zmq.Event(event["event"]), event["value"]
+
+    def close(self) -> None:
+        self._watched.disable_monitor()
+        self.socket.close()
 
 
 class Connections:
@@ -32,12 +64,7 @@ class Connections:
         self._descriptor_of: dict[bytes, int] = {}
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._broken: list[bytes] = []
-        address = f"inproc://monitor-{id(self)}"
-        socket.monitor(address, zmq.EVENT_DISCONNECTED | _REFUSALS)
-        self.monitor = context.socket(zmq.PAIR)
-        self.monitor.rcvhwm = 0  # a full queue would stop ZeroMQ's I/O thread
-        self.monitor.linger = 0
-        self.monitor.connect(address)
+        self.monitor = Monitor(context, socket, zmq.EVENT_DISCONNECTED | REFUSALS)
 
     def knows(self, route: bytes) -> bool:
         return route in self._descriptor_of or route in self._gone
@@ -73,21 +100,16 @@ class Connections:
         routes, self._broken = self._broken, []
         return routes
 
-    def close(self, socket: zmq.Socket[bytes]) -> None:
-        socket.disable_monitor()
+    def close(self) -> None:
         self.monitor.close()
 
     def _drain(self) -> None:
-        while True:
-            try:
-                event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if event["event"] & _REFUSALS:
+        for event, value in self.monitor.events():
+            if event & REFUSALS:
                 self.refused += 1
-                self._log.warning("connection refused in the handshake", reason=zmq.Event(event["event"]).name)
+                self._log.warning("connection refused in the handshake", reason=event.name)
                 continue
-            route = self._route_of.pop(event["value"], None)
+            route = self._route_of.pop(value, None)
             if route is not None:
                 del self._descriptor_of[route]
                 self._bury(route)

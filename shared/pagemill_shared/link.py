@@ -8,8 +8,8 @@ time it is, and sends what comes out, in order:
     send(link.tick(now))                     # by link.deadline at the latest
 
 ``apply`` holds what the shell's owner must act on: welcomes, numbered messages that are in order, and the messages
-that are not numbered. A send that failed needs no report: the number it carried is missing at the scheduler, which
-then begins a new epoch.
+that are not numbered. When a send fails, ``link.unsent(now)`` makes the link try again soon. What was to be sent is
+gone; the number it carried is missing at the scheduler, which then begins a new epoch.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Outcome:
 
 
 _NOTHING = Outcome()
+RETRY_S = 0.05
+"""How soon the link tries again when there is no connection; a scheduler that has just come up is found as fast."""
 
 
 class PeerLink:
@@ -159,12 +161,18 @@ class PeerLink:
         """
         if self._heard is not None and now - self._heard > self.peer_timeout:
             self._silent = True
-        if not self._open and (self._asked is None or now - self._asked >= self.peer_timeout):
-            return [self._say_hello(now)]
         if now < self._next_heartbeat:
             return []
+        if not self._open and (self._asked is None or now - self._asked >= self.peer_timeout):
+            return [self._say_hello(now)]
         self._next_heartbeat = now + self.heartbeat_interval
         return [Heartbeat(self._incoming.epoch, self._outgoing.sent, self._incoming.received)]
+
+    def unsent(self, now: float) -> None:
+        """A message could not be handed over: there is no connection, or its queue is full."""
+        self._next_heartbeat = min(self._next_heartbeat, now + RETRY_S)
+        if not self._open:
+            self._asked = self._greeted = None  # whatever was asked, nobody has heard it
 
     def _dispatch(self, now: float, message: Message) -> Outcome:
         match message, self.hello:

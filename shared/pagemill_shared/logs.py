@@ -52,7 +52,8 @@ def configure_logging(process: str, level: Level, log_format: Format, *, stream:
     handler = logging.StreamHandler(target)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
+            # uvicorn adds its text once more with colours.
+            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder(), _without("color_message")],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
         )
     )
@@ -70,3 +71,11 @@ def configure_logging(process: str, level: Level, log_format: Format, *, stream:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,  # a channel made before the set-up must follow it
     )
+
+
+def _without(field: str) -> Processor:
+    def drop(_logger: object, _method: str, event_dict: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event_dict.pop(field, None)
+        return event_dict
+
+    return drop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -81,7 +82,9 @@ class Case:
                     keys, values = (
                         torch.stack(
                             [
-                                self.cache[table[p // self.block_size], layer, kind, p % self.block_size, head // self.group]
+                                self.cache[
+                                    table[p // self.block_size], layer, kind, p % self.block_size, head // self.group
+                                ]
                                 for p in range(first, position + 1)
                             ]
                         ).double()
@@ -208,7 +211,7 @@ def test_chunks_equal_the_whole() -> None:
         chunked = Case([(50, 50)])
         chunked.cache.fill_(torch.nan)
         kernels = TorchKernels()
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in itertools.pairwise(bounds):
             batch = AttentionBatch(
                 torch.tensor([0, last - first]),
                 torch.tensor([last]),

@@ -18,10 +18,11 @@ from pagemill_testing.sockets import PATIENCE, ipc_folder, python, wait_until
 from structlog.testing import capture_logs
 
 from pagemill_scheduler.events import Action, Event, Log, Peer, Received, Send, SendFailed, Stop, StopRequested, Tick
-from pagemill_scheduler.shell import DRAIN_LIMIT, Shell, Side, describe
+from pagemill_scheduler.shell import DRAIN_LIMIT, EventError, Shell, Side, describe
 from pagemill_shared.channel import Context, DealerChannel, RouterChannel
-from pagemill_shared.messages import Heartbeat, SubmitRequest
+from pagemill_shared.messages import Heartbeat, StateReport, SubmitRequest
 from pagemill_shared.sampling import SamplingParams
+from pagemill_shared.schema import MAX_MESSAGE_BYTES
 from pagemill_shared.wakeup import Wakeup
 
 
@@ -287,12 +288,25 @@ def test_a_failing_core_ends_the_loop_and_is_logged_with_its_event() -> None:
     with capture_logs() as logs, running(rule) as run:
         say(run.dealer("backend"), 77)
         run.join()
-        assert isinstance(run.error, KeyError)
+        assert isinstance(run.error, EventError)
+        assert isinstance(run.error.__cause__, KeyError)
         handled = len(run.core.events)
     [line] = [line for line in logs if line["log_level"] == "error"]
     assert "Heartbeat(epoch=77, sent=0, received=0)" in line["core_event"]
     assert line["exc_info"]
     assert len(run.core.events) == handled, "a core that failed is not used again"
+
+
+def test_a_message_that_cannot_be_sent_counts_as_a_failing_core() -> None:
+    def rule(event: Event) -> list[Action]:
+        too_large = StateReport(1, bytes(MAX_MESSAGE_BYTES))
+        return [Send(event.peer, too_large)] if isinstance(event, Received) else []
+
+    with capture_logs() as logs, running(rule) as run:
+        say(run.dealer("frontend"), 1)
+        run.join()
+        assert isinstance(run.error, EventError)
+    assert "the scheduler core failed; ending" in [line["event"] for line in logs]
 
 
 def test_a_described_event_holds_nothing_that_users_wrote() -> None:

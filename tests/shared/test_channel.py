@@ -292,6 +292,38 @@ def test_a_killed_process_is_noticed_at_once_and_it_alone(bench: Bench, folder: 
     assert router.broken() == []
 
 
+ROUTER_CHILD = """
+import sys
+import zmq
+from pagemill_shared.channel import RouterChannel
+from pagemill_shared.messages import Heartbeat
+channel = RouterChannel(zmq.Context(), "backend", sys.argv[1], keys=None, allow_insecure_bind=False)
+print("bound", flush=True)
+while True:
+    channel.socket.poll()
+    for route, message in channel.receive(10):
+        channel.send(route, message)
+"""
+
+
+def test_a_connection_to_a_host_that_vanished_without_a_word_ends(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagemill_shared.channel.PROBE_MS", 50)
+    monkeypatch.setattr("pagemill_shared.channel.PROBE_TIMEOUT_MS", 200)
+    with python(ROUTER_CHILD, f"ipc://{folder}/s") as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "bound\n"
+        dealer = bench.dealer(f"ipc://{folder}/s")
+        wait_until(lambda: dealer.send(Heartbeat(1, 0, 0)), what="connection")
+        wait_until(lambda: dealer.receive(1), dealer.socket)
+        child.send_signal(signal.SIGSTOP)  # answers nothing, closes nothing
+        wait_until(lambda: not dealer.send(Heartbeat(2, 0, 0)), what="end of the connection")
+        child.send_signal(signal.SIGCONT)
+        wait_until(lambda: dealer.send(Heartbeat(3, 0, 0)), what="new connection")
+        wait_until(lambda: Heartbeat(3, 0, 0) in dealer.receive(100), dealer.socket)
+
+
 @ENDPOINTS
 def test_connections_that_come_and_go_are_told_apart(bench: Bench, folder: Path, endpoint: str) -> None:
     router = bench.router(endpoint.format(folder))
@@ -394,18 +426,32 @@ def test_clients_with_other_keys_or_none_are_refused(bench: Bench, folder: Path)
     keys, client, stranger = load_server_keys(ours), load_client_keys(ours), load_client_keys(theirs)
     bench.stack.enter_context(client_check(bench.context, keys))
     router = bench.router("tcp://127.0.0.1:*", keys)
-    refused: list[ClientKeys | None] = [
+    wrong_keys: list[ClientKeys | None] = [
         ClientKeys(keys.public, stranger.public, stranger.secret),  # knows the scheduler, is not known to it
         stranger,  # takes it for another scheduler
         None,
     ]
-    for count, wrong in enumerate(refused, start=1):
+    for wrong in wrong_keys:
+        before = router.refused
         dealer = DealerChannel(bench.context, "backend", router.endpoint, keys=wrong)
-        wait_until(lambda count=count: router.broken() or router.refused >= count, what="refusal")  # type: ignore[misc]
+        wait_until(lambda before=before: router.broken() or router.refused > before, what="refusal")  # type: ignore[misc]
         assert not dealer.send(Heartbeat(1, 0, 0))
         dealer.close()
     assert router.receive(10) == []
     connected(router, bench.dealer(router.endpoint, client))
+
+
+def test_a_refused_client_says_why_it_has_no_connection(bench: Bench, folder: Path) -> None:
+    generate_keys(folder / "ours")
+    generate_keys(folder / "theirs")
+    keys, stranger = load_server_keys(folder / "ours"), load_client_keys(folder / "theirs")
+    bench.stack.enter_context(client_check(bench.context, keys))
+    router = bench.router("tcp://127.0.0.1:*", keys)
+    with capture_logs() as logs:
+        dealer = bench.dealer(router.endpoint, ClientKeys(keys.public, stranger.public, stranger.secret))
+        wait_until(lambda: not dealer.send(Heartbeat(1, 0, 0)) and dealer.refused)
+    said = [line for line in logs if "do the CURVE keys" in line["event"]]
+    assert [line["endpoint"] for line in said] == [router.endpoint] * len(said) != []
 
 
 def test_nobody_comes_in_while_nobody_checks(bench: Bench, folder: Path) -> None:

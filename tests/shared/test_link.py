@@ -77,6 +77,27 @@ def test_a_hello_request_is_answered_by_one_hello_however_often_it_comes() -> No
     assert link.received(1.5, HelloRequest()).send == (WORKER,)
 
 
+def test_a_hello_that_was_not_sent_is_said_again_soon() -> None:
+    link = worker_link()
+    assert link.tick(0.0) == [WORKER]
+    link.unsent(0.0)
+    assert link.tick(0.04) == []
+    assert link.deadline == 0.05
+    assert link.tick(0.05) == [WORKER]
+    assert link.received(0.06, HelloRequest()).send == ()
+    link.unsent(0.06)
+    assert link.received(0.07, HelloRequest()).send == (WORKER,)
+
+
+def test_a_heartbeat_that_was_not_sent_is_sent_again_soon_and_the_epoch_stays() -> None:
+    link = welcomed_worker()
+    assert link.tick(0.5) == [Heartbeat(10, 0, 0)]
+    link.unsent(0.5)
+    assert link.tick(0.55) == [Heartbeat(10, 0, 0)]
+    assert link.tick(0.6) == []
+    assert link.in_epoch
+
+
 def test_a_hello_request_ends_the_epoch() -> None:
     link = welcomed_worker()
     assert link.received(5.0, HelloRequest()).send == (WORKER,)

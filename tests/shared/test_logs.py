@@ -59,8 +59,10 @@ def test_libraries_log_through_the_same_handler_and_level() -> None:
     stream = configured("warning")
     uvicorn.info("Started server process")
     with structlog.contextvars.bound_contextvars(request_id="r-2"):
-        uvicorn.warning("odd %s", "request")
+        uvicorn.warning("odd %s", "request", extra={"color_message": "\x1b[1modd", "client": "127.0.0.1"})
     [line] = lines(stream)
+    assert line["client"] == "127.0.0.1"
+    assert "color_message" not in line
     assert (line["event"], line["process"], line["request_id"]) == ("odd request", "worker", "r-2")
 
 

@@ -52,7 +52,9 @@ def test_requests_that_come_and_go_reuse_blocks_and_slots(folder: Path) -> None:
 
 
 def test_recomputed_sequences_go_on_as_if_nothing_had_happened(folder: Path) -> None:
-    sampling = SamplingParams(temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2)
+    sampling = SamplingParams(
+        temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2
+    )
     alone = PlanDriver(make_runner(folder))
     [expected] = alone.add(prompt(9), 20, sampling)
     alone.run()
@@ -184,7 +186,9 @@ def test_a_faulty_row_stays_faulty_until_its_slot_is_released(folder: Path) -> N
     again = runner.execute(IterationPlan(7, 3, decode_rows=decode_row))  # was in flight already
     assert again.token_ids.tolist() == [-1]
     assert again.logprobs.rows.size == 0
-    fresh = IterationPlan(7, 4, released=decode_row, joined=(join(0, prompt(3), [1]),), prefill_chunks=np.array([[0, 0, 3, 1]], np.int32))
+    fresh = IterationPlan(
+        7, 4, released=decode_row, joined=(join(0, prompt(3), [1]),), prefill_chunks=np.array([[0, 0, 3, 1]], np.int32)
+    )
     assert runner.execute(fresh).token_ids.tolist() == greedy(REFERENCE, prompt(3), 1)
 
 
@@ -272,8 +276,8 @@ ONE = np.array([0], np.int32)
         (IterationPlan(7, 1, joined=(join(0, [1], [1], prompt_length=2),)), "joins with 1 tokens, 2 of prompt"),
         (IterationPlan(7, 1, joined=(join(0, [1], [1], computed=2),)), "2 computed"),
         (IterationPlan(7, 1, joined=(join(0, [1] * 5, [1]),), decode_rows=ONE), "has no block"),
-        (IterationPlan(7, 1, joined=JOINED, prefill_chunks=np.array([[0, 2, 2, 0]], np.int32)), "does not know the tok"),
-        (IterationPlan(7, 1, joined=JOINED, prefill_chunks=np.array([[0, 2, 0, 1]], np.int32)), "does not know the tok"),
+        (IterationPlan(7, 1, joined=JOINED, prefill_chunks=np.array([[0, 2, 2, 0]], np.int32)), "does not know"),
+        (IterationPlan(7, 1, joined=JOINED, prefill_chunks=np.array([[0, 2, 0, 1]], np.int32)), "does not know"),
         (IterationPlan(7, 1, joined=JOINED, prefill_chunks=np.array([[0, 0, 3, 2]], np.int32)), "samples 2 tokens but"),
         (IterationPlan(7, 1, joined=(join(0, [1] * 17, [1, 2, 3, 4, 5]),), decode_rows=ONE), "beyond 16 tokens"),
         (IterationPlan(7, 1, forks=np.array([[0, 1, 1]], np.int32)), "forks from slot 0, which is free"),

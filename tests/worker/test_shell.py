@@ -225,16 +225,14 @@ def test_a_plan_out_of_turn_is_not_carried_out() -> None:
 # ---------------------------------------------------------------- the scheduler's ways
 
 
-def test_a_worker_that_comes_first_waits_for_its_scheduler() -> None:
-    with running() as run:
-        wait_until(lambda: run.channel.endpoint and run.shell._link.deadline > 0)
+def test_a_worker_that_comes_first_says_so_and_waits_for_its_scheduler() -> None:
+    with capture_logs() as logs, running() as run:
+        wait_until(lambda: [line for line in logs if line["event"] == "no scheduler answers; trying on"])
         scheduler = run.scheduler()
-        wait_until(scheduler._fill, scheduler.channel.socket)
-        if not isinstance(scheduler._queue[0], WorkerHello):  # the hello went nowhere; probes follow it
-            scheduler.send(HelloRequest())
         scheduler.welcome(10)
         scheduler.send(IterationPlan(10, 1))
         scheduler.expect(IterationResult)
+    assert [line["endpoint"] for line in logs if line["event"].startswith("no scheduler")] == [run.endpoint]
 
 
 def test_a_restarted_scheduler_is_joined_again() -> None:
@@ -257,7 +255,7 @@ def test_a_silent_scheduler_is_waited_for() -> None:
     with capture_logs() as logs, running() as run:
         scheduler = run.scheduler()
         scheduler.welcome(10)
-        wait_until(lambda: "scheduler lost" in [line["event"] for line in logs])
+        wait_until(lambda: "the scheduler is silent; trying on" in [line["event"] for line in logs])
         scheduler.nothing_but_heartbeats(3)
         scheduler.send(IterationPlan(10, 1))  # it was only slow: the epoch goes on
         scheduler.expect(IterationResult)

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import structlog
@@ -28,6 +28,8 @@ from pagemill_shared.logs import configure_logging
 from pagemill_shared.manifest import MANIFEST_NAME, prepared_folder, read_manifest
 from pagemill_shared.settings import GatewaySettings
 
+_SEND_BUFFER_BYTES = 256 * 1024
+"""What the kernel keeps for one client that does not read."""
 _LATE_TASKS_S = 1.0
 """What requests that were ended by us get to write their last event."""
 
@@ -59,6 +61,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigurationError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # connections inherit it
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -83,10 +86,10 @@ async def serve(settings: GatewaySettings, listener: socket.socket, stop_request
             log.info("listening", url=f"http://{host}:{port}", model=gateway.engine.name)
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         gateway.stopping = True
-        await drain(gateway, settings.shutdown_grace)
+        await drain(gateway, settings.shutdown_grace, lambda: server.force_exit)
     finally:
-        loading.cancel()
-        stopping.cancel()
+        for task in (loading, stopping):
+            task.cancel()
         server.should_exit = True
         await serving
         if gateway.engine is not None:
@@ -122,26 +125,26 @@ async def load_engine(settings: GatewaySettings) -> Engine:
     )
 
 
-async def drain(gateway: Gateway, grace: float) -> None:
-    """Lets open requests finish for ``grace`` seconds, then ends the rest with an error."""
+async def drain(gateway: Gateway, grace: float, hurry: Callable[[], bool]) -> None:
+    """Lets open requests finish for ``grace`` seconds or until ``hurry``, then ends the rest with an error."""
     log = structlog.get_logger("pagemill.gateway")
     if gateway.exchanges:
         log.info("stopping", open_requests=len(gateway.exchanges), grace_s=grace)
-    await _until_idle(gateway, grace)
+    await _until_idle(gateway, grace, hurry)
     engine = gateway.engine
     if engine is None or not gateway.exchanges:
         return
     log.warning("ending requests that did not finish in time", requests=len(engine.open))
     for generation in list(engine.open):
         generation.output.fail(ApiError(503, "the server is stopping", code="server_stopping"))
-    await _until_idle(gateway, _LATE_TASKS_S)
+    await _until_idle(gateway, _LATE_TASKS_S, lambda: False)
     for exchange in list(gateway.exchanges):
         exchange.drop()  # its client does not read
 
 
-async def _until_idle(gateway: Gateway, seconds: float) -> None:
+async def _until_idle(gateway: Gateway, seconds: float, hurry: Callable[[], bool]) -> None:
     deadline = time.monotonic() + seconds
-    while gateway.exchanges and time.monotonic() < deadline:
+    while gateway.exchanges and time.monotonic() < deadline and not hurry():
         await asyncio.sleep(0.02)
 
 
@@ -168,7 +171,7 @@ class GatewayServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT begin to drain; a second one ends at once."""
+        """SIGTERM and SIGINT begin to drain; a second one cuts the grace short."""
         if threading.current_thread() is not threading.main_thread():
             yield  # signals are the main thread's
             return
@@ -181,5 +184,5 @@ class GatewayServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.stop_requested.is_set():
-            self.should_exit = self.force_exit = True
+            self.force_exit = True
         self._loop.call_soon_threadsafe(self.stop_requested.set)

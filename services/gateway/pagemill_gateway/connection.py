@@ -72,7 +72,8 @@ class Connection:
         if self._timer is not None:
             self._timer.cancel()
         for answer in self._answers.values():
-            answer.cancel()
+            if not answer.done():
+                answer.set_exception(ApiError(503, "the server is stopping", code="server_stopping"))
         self._loop = None
         self._channel.close()
         self._context.term()

@@ -33,18 +33,15 @@ class Exchange:
 
     Attributes:
         request_id: the client's ``X-Request-Id``, or a new one; sent back with every response.
-        writes: body writes that were handed over so far.
-        writing: whether a write waits for the client to read.
+        started: whether the status line has been sent.
     """
 
-    __slots__ = ("_receive", "_send", "request_id", "scope", "started", "writes", "writing")
+    __slots__ = ("_receive", "_send", "request_id", "scope", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self.request_id = _given_request_id(scope) or uuid.uuid4().hex
         self.started = False
-        self.writes = 0
-        self.writing = False
         self._receive = receive
         self._send = send
 
@@ -105,15 +102,10 @@ class Exchange:
 
     async def write(self, body: bytes) -> None:
         """Hands over a part of the stream; waits while the client does not read."""
-        self.writing = True
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
-        self.writing = False
-        self.writes += 1
 
     async def end_stream(self, body: bytes) -> None:
-        self.writing = True
         await self._send({"type": "http.response.body", "body": body})
-        self.writing = False
 
     def drop(self) -> None:
         """Ends the connection at once, without waiting for the client to read."""

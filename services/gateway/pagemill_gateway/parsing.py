@@ -62,7 +62,7 @@ def param_name(detail: ErrorDetails) -> str:
     for part in detail["loc"]:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif not part.startswith(("function-", "list[", "str", "int", "float", "bool", "dict[")):
+        elif part not in ("str", "int", "float", "bool") and not part.startswith(("function-", "list[", "dict[")):
             name += f".{part}" if name else part
     return name
 

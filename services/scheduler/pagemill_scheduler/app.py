@@ -11,7 +11,7 @@ import zmq
 
 from pagemill_scheduler.config import CoreConfig
 from pagemill_scheduler.core import SchedulerCore
-from pagemill_scheduler.shell import Shell, Side
+from pagemill_scheduler.shell import EventError, Shell, Side
 from pagemill_shared.channel import RouterChannel
 from pagemill_shared.curve import client_check, load_server_keys
 from pagemill_shared.logs import configure_logging
@@ -58,7 +58,7 @@ def run(settings: SchedulerSettings) -> int:
         )
         try:
             shell.run()
-        except Exception:  # logged by the shell, with the event
+        except EventError:
             return 1
     log.info("scheduler stopped")
     return 0

@@ -29,6 +29,10 @@ class Core(Protocol):
     def handle(self, event: Event) -> list[Action]: ...
 
 
+class EventError(Exception):
+    """The core, or carrying out what it said, failed on an event; logged with that event already."""
+
+
 class Shell:
     """Carries messages between two ROUTER sockets and the core until the core says Stop.
 
@@ -71,7 +75,7 @@ class Shell:
         """Returns when the core has stopped or the grace period is over.
 
         Raises:
-            Exception: whatever the core raised, after it was logged with the event that it failed on.
+            EventError: the core is not to be trusted any more.
         """
         poller = zmq.Poller()
         poller.register(self._wakeup, zmq.POLLIN)
@@ -118,19 +122,21 @@ class Shell:
 
     def _handle(self, event: Event) -> None:
         try:
-            actions = self._core.handle(event)
-        except Exception:
+            for action in self._core.handle(event):
+                self._carry_out(action)
+        except Exception as error:
             self._log.exception("the scheduler core failed; ending", core_event=describe(event))
-            raise
-        for action in actions:
-            match action:
-                case Send(peer=peer, message=message):
-                    if not self._channels[peer.side].send(peer.route, message):
-                        self._failed[peer] = None
-                case Log(level=level, event=text, fields=values):
-                    getattr(self._log, level)(text, **values)
-                case Stop():
-                    self._stopped = True
+            raise EventError(describe(event)) from error
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Send(peer=peer, message=message):
+                if not self._channels[peer.side].send(peer.route, message):
+                    self._failed[peer] = None
+            case Log(level=level, event=text, fields=values):
+                getattr(self._log, level)(text, **values)
+            case Stop():
+                self._stopped = True
 
 
 def describe(event: Event) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import uuid
 
 import torch
@@ -27,8 +28,6 @@ NUM_SWAP_BLOCKS = 0
 
 def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, WorkerHello]:
     """Loads the model, sizes and allocates the KV cache, warms up and measures.
-
-    `pagemill_worker.threads.wait_passively` must have run before torch was imported.
 
     Args:
         report: told what is being done.
@@ -57,7 +56,8 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
         ) from None
     cache = _cache(settings, model, dtype, device, report)
     runner = Runner(model, cache, select_kernels(device), max_model_len, device)
-    _set_threads(settings.num_threads, runner, device, report)
+    measure.decode_seconds(runner, 1)  # warms up
+    runner.threads = _threads(settings.num_threads, runner, device, report)
     prefill = measure.prefill_rate(runner)
     copied = measure.copy_rate(runner)
     report(f"ready: {prefill:.0f} prompt tokens/s, {copied / memory.GIB:.1f} GiB/s of block copies", 1.0)
@@ -65,9 +65,9 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
         identity=f"{socket.gethostname()[:64]}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
         fingerprint=manifest.fingerprint,
         model=manifest.name,
-        device=_device_name(device),
+        device=_device_name(device, runner.threads),
         dtype=_name(dtype),
-        kernels=runner.kernels.name,
+        kernels=f"{runner.kernels.name}+{model.linear_name}",
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         block_size=cache.block_size,
@@ -87,10 +87,10 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _device_name(device: torch.device) -> str:
+def _device_name(device: torch.device, policy: threads.ThreadPolicy) -> str:
     if device.type == "cuda":
         return f"cuda {torch.cuda.get_device_name(device)}"[:64]
-    return f"cpu ({torch.get_num_threads()} threads)"
+    return f"cpu ({policy.decode} threads, {policy.prefill} for prefill)"
 
 
 def _dtype(name: str, stored: object, device: torch.device) -> torch.dtype:
@@ -135,22 +135,23 @@ def _cache(settings: WorkerSettings, model: Model, dtype: torch.dtype, device: t
     return cache
 
 
-def _set_threads(wanted: int | None, runner: Runner, device: torch.device, report: Report) -> None:
-    if wanted is not None:
-        torch.set_num_threads(wanted)
-        report(f"{wanted} threads (--num-threads)", None)
-        return
-    if device.type != "cpu":
-        return
+def _threads(wanted: int | None, runner: Runner, device: torch.device, report: Report) -> threads.ThreadPolicy:
+    """--num-threads, or what pays: measured for a decode step and for a prefill chunk."""
+    if wanted is not None or device.type != "cpu":
+        count = wanted or 1
+        return threads.ThreadPolicy(count, count)
 
-    def seconds(count: int) -> float:
-        torch.set_num_threads(count)
-        return measure.time_decodes(runner, 4)
+    def decode(count: int) -> float:
+        runner.threads = threads.ThreadPolicy(count, count)
+        return measure.decode_seconds(runner, 3)
 
-    cores = threads.usable_cores()
-    torch.set_num_threads(1)
-    measure.time_decodes(runner, 1)  # the first pass maps the weights in
-    chosen, tried = threads.choose(threads.candidates(cores), seconds)
-    torch.set_num_threads(chosen)
-    times = ", ".join(f"{count}: {1e3 * t / 4:.0f} ms" for count, t in tried.items())
-    report(f"{chosen} threads of {cores} cores (a step of {measure.DECODE_ROWS} rows took, by threads, {times})", None)
+    def prefill(count: int) -> float:
+        # The calling thread's CPU time: what it would take if no other process ran. A server's parts start at the same
+        # time, and pieces of work as large as these do not depend on how fast a thread wakes.
+        runner.threads = threads.ThreadPolicy(count, count)
+        return 1 / measure.prefill_rate(runner, time.thread_time)
+
+    counts = threads.candidates(threads.usable_cores())
+    policy = threads.ThreadPolicy(threads.choose(counts, decode)[0], threads.choose(counts, prefill)[0])
+    report(f"threads: {policy.decode} for decode steps, {policy.prefill} for prefill", None)
+    return policy

@@ -13,12 +13,12 @@ from pagemill_shared.sampling import SamplingParams
 from pagemill_worker.runner import Runner
 
 PREFILL_TOKENS = 128
-DECODE_ROWS = 4
+DECODE_ROWS = 16
 COPY_BLOCKS = 16
 
 
-def time_decodes(runner: Runner, steps: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of ``steps`` decode iterations of a few rows, the fastest counted for all."""
+def decode_seconds(runner: Runner, steps: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of the fastest of ``steps`` decode iterations of a few rows."""
     rows = min(DECODE_ROWS, runner.cache.num_blocks)
     runner.begin(WorkerWelcome(epoch=0, max_num_seqs=rows, max_num_batched_tokens=PREFILL_TOKENS))
     joins = tuple(_join(slot, 1, (slot + 1,)) for slot in range(rows))
@@ -29,22 +29,19 @@ def time_decodes(runner: Runner, steps: int, clock: Callable[[], float] = time.p
         begun = clock()
         runner.execute(plan)
         seconds.append(clock() - begun)
-    return min(seconds) * steps
+    return min(seconds)
 
 
 def prefill_rate(runner: Runner, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Prompt tokens per second, from one prefill chunk after a smaller one that warms up."""
+    """Prompt tokens per second of one prefill chunk."""
     block_size = runner.cache.block_size
-    most = min(PREFILL_TOKENS, runner.cache.num_blocks * block_size, runner.max_model_len)
-    rate = 0.0
-    for tokens in (min(8, most), most):
-        runner.begin(WorkerWelcome(epoch=0, max_num_seqs=1, max_num_batched_tokens=PREFILL_TOKENS))
-        join = _join(0, tokens, tuple(range(1, 1 + -(-tokens // block_size))))
-        chunk = np.array([[0, 0, tokens, 1]], np.int32)
-        begun = clock()
-        runner.execute(IterationPlan(0, 1, joined=(join,), prefill_chunks=chunk))
-        rate = tokens / max(clock() - begun, 1e-9)
-    return rate
+    tokens = min(PREFILL_TOKENS, runner.cache.num_blocks * block_size, runner.max_model_len)
+    runner.begin(WorkerWelcome(epoch=0, max_num_seqs=1, max_num_batched_tokens=PREFILL_TOKENS))
+    join = _join(0, tokens, tuple(range(1, 1 + -(-tokens // block_size))))
+    chunk = np.array([[0, 0, tokens, 1]], np.int32)
+    begun = clock()
+    runner.execute(IterationPlan(0, 1, joined=(join,), prefill_chunks=chunk))
+    return tokens / max(clock() - begun, 1e-9)
 
 
 def copy_rate(runner: Runner, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -18,12 +18,16 @@ from pagemill_worker.cache import KVCache
 from pagemill_worker.models.registry import Model
 from pagemill_worker.rows import Rows
 from pagemill_worker.sampler import Sampled, sample
+from pagemill_worker.threads import ThreadPolicy
 
 NON_FINITE = "non_finite_logits"
 
 
 class Runner:
     """One replica's executing half.
+
+    Attributes:
+        threads: CPU threads of an iteration, by its tokens; those that torch was given until they are set.
 
     Args:
         clock: seconds of any monotonic clock, for the timings in results.
@@ -42,6 +46,7 @@ class Runner:
         self.max_model_len = max_model_len
         self._device = device
         self._clock = clock
+        self.threads = ThreadPolicy(torch.get_num_threads(), torch.get_num_threads())
         self._rows: Rows | None = None
 
     def begin(self, welcome: WorkerWelcome) -> None:
@@ -88,6 +93,8 @@ class Runner:
 
     def _forward(self, batch: Batch) -> torch.Tensor | None:
         """[R, vocab_size] logits of the rows that sample, or None without such."""
+        if self._device.type == "cpu":
+            torch.set_num_threads(self.threads.of(batch.token_ids.size))
         step = self.kernels.prepare(batch.attention, self.cache.pool)
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)

@@ -107,7 +107,7 @@ def _draw(logits: Tensor, best: Tensor, tokens: Tensor, batch: SampleBatch, rows
         temperature = torch.from_numpy(rows.temperature[slots]).to(logits.device, torch.float32).unsqueeze(1)
         # The largest is 0, so that nothing overflows however small the temperature is.
         scaled = (logits[index] - best[index].unsqueeze(1)) / temperature
-        floor = _floor(scaled, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
+        floor, single = _floor(scaled, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
         cumulative = torch.where(scaled >= floor.unsqueeze(1), scaled.exp(), 0).cumsum(-1, dtype=torch.float64)
         # Tokens of one row stand together; each looks its number up in its row's distribution.
         first = np.searchsorted(batch.row_of, part)
@@ -120,17 +120,21 @@ def _draw(logits: Tensor, best: Tensor, tokens: Tensor, batch: SampleBatch, rows
             target = torch.from_numpy(numbers[which]).to(logits.device) * total
             target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
             found = torch.searchsorted(cumulative[line], target.unsqueeze(1), right=True).squeeze(1)
-            # A row that keeps only its best token is greedy, ties or not.
-            found = torch.where(floor[line] >= 0, tokens[torch.from_numpy(which).to(tokens.device)], found)
-            tokens[torch.from_numpy(which).to(tokens.device)] = found.clamp_(max=vocab_size - 1)
+            place = torch.from_numpy(which).to(tokens.device)
+            # In a row that is not finite nothing need be found; its token is not used.
+            tokens[place] = torch.where(single[line], tokens[place], found.clamp_(max=vocab_size - 1))
 
 
-def _floor(scaled: Tensor, top_k: Indices, top_p: npt.NDArray[np.float64], min_p: npt.NDArray[np.float64]) -> Tensor:
-    """[R] least scaled logit that each row keeps; rows are scaled so that their largest is 0."""
+def _floor(
+    scaled: Tensor, top_k: Indices, top_p: npt.NDArray[np.float64], min_p: npt.NDArray[np.float64]
+) -> tuple[Tensor, Tensor]:
+    """The [R] least scaled logit that each row keeps, rows being scaled so that their largest is 0; and whether the row
+    keeps a single token, which then is the greedy one even if others tie with it."""
     vocab_size = scaled.shape[1]
     device = scaled.device
     with np.errstate(divide="ignore"):
         floor = torch.from_numpy(np.log(min_p)).to(device, torch.float32)
+    single = torch.from_numpy(top_k == 1).to(device)
     limited = np.flatnonzero((top_k > 0) & (top_k < vocab_size))
     if limited.size:
         index = torch.from_numpy(limited).to(device)
@@ -143,21 +147,24 @@ def _floor(scaled: Tensor, top_k: Indices, top_p: npt.NDArray[np.float64], min_p
         part, low = scaled[index], floor[index]
         wanted = torch.from_numpy(top_p[nucleus]).to(device)
         mass = torch.where(part >= low.unsqueeze(1), part.exp(), 0).sum(-1, dtype=torch.float64) * wanted
-        edge, reached = _edge(part.topk(min(TOP_P_CANDIDATES, vocab_size)).values, low, mass)
-        if not bool(reached.all()):
-            far = (~reached).nonzero().squeeze(1)
-            edge[far], _ = _edge(part[far].sort(-1, descending=True).values, low[far], mass[far])
+        likely = part.topk(min(TOP_P_CANDIDATES, vocab_size)).values
+        count = _tokens_for(mass, likely, low)
+        far = (count == likely.shape[1]).nonzero().squeeze(1)
+        edge = likely.gather(1, count.clamp(max=likely.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        if far.numel():
+            ordered = part[far].sort(-1, descending=True).values
+            last = _tokens_for(mass[far], ordered, low[far]).clamp_(max=vocab_size - 1)
+            edge[far] = ordered.gather(1, last.unsqueeze(1)).squeeze(1)
         floor[index] = torch.maximum(low, edge)
-    return floor
+        single[index] |= count == 0
+    return floor, single
 
 
-def _edge(ordered: Tensor, low: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """The [R] values in [R, C] descending ones at which the mass of those not below ``low`` first reaches ``mass``, and
-    whether it does."""
+def _tokens_for(mass: Tensor, ordered: Tensor, low: Tensor) -> Tensor:
+    """[R] how many leading ones of the descending [R, C] values, those below ``low`` left out, fall short of ``mass``;
+    C when all together do."""
     cumulative = torch.where(ordered >= low.unsqueeze(1), ordered.exp(), 0).cumsum(-1, dtype=torch.float64)
-    position = torch.searchsorted(cumulative, mass.unsqueeze(1))
-    reached = position < ordered.shape[1]
-    return ordered.gather(1, position.clamp_(max=ordered.shape[1] - 1)).squeeze(1), reached.squeeze(1)
+    return torch.searchsorted(cumulative, mass.unsqueeze(1)).squeeze(1)
 
 
 def _logprobs(logits: Tensor, tokens: Int32Array, batch: SampleBatch) -> TokenLogprobs:

@@ -32,6 +32,11 @@ from pagemill_shared.schema import Message
 from pagemill_shared.wakeup import Wakeup
 
 DRAIN_LIMIT = 64
+_STATES = {
+    LinkState.CONNECTING: ("info", "waiting for the scheduler's welcome"),
+    LinkState.CONNECTED: ("info", "the scheduler counts on this worker"),
+    LinkState.LOST: ("warning", "the scheduler is silent; trying on"),
+}
 
 
 class Runner(Protocol):
@@ -88,6 +93,7 @@ class Shell:
         # The courier's own:
         self._leave_by: float | None = None
         self._state = LinkState.CONNECTING
+        self._warn_at: float | None = None
 
     def request_stop(self) -> None:
         """Hand the work over, then return from ``run``. From any thread or signal handler, also during a plan."""
@@ -144,6 +150,7 @@ class Shell:
         poller = zmq.Poller()
         poller.register(self._channel.socket, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
+        self._warn_at = self._clock() + self._link.peer_timeout
         while not self._ended:
             poller.poll(max(0, math.ceil((self._link.deadline - self._clock()) * 1000)))
             self._wakeup.drain()
@@ -151,7 +158,7 @@ class Shell:
                 self._receive(message)
             self._send_results()
             for message in self._link.tick(self._clock()):
-                self._channel.send(message)
+                self._send(message)
             self._note_state()
             self._leave_if_asked()
 
@@ -166,14 +173,14 @@ class Shell:
         if self._leave_by is not None and self._epoch is None:
             return  # no new hello from one that leaves; _leave_if_asked ends
         for reply in outcome.send:
-            self._channel.send(reply)
+            self._send(reply)
         for item in outcome.apply:
             match item:
                 case WorkerWelcome():
-                    self._log.info("welcomed", epoch=item.epoch)
+                    self._log.debug("welcomed", epoch=item.epoch)
                     self._inbox.put(item)
                     if self._leave_by is not None:
-                        self._channel.send(WorkerLeaving(self._link.hello.identity))
+                        self._send(WorkerLeaving(self._link.hello.identity))
                 case IterationPlan():
                     self._inbox.put(item)
                 case WorkerDismissed(reason=reason):
@@ -186,13 +193,21 @@ class Shell:
         while self._outbox:
             result = self._outbox.popleft()
             if self._link.count_result(result):
-                self._channel.send(result)
+                self._send(result)
+
+    def _send(self, message: Message) -> None:
+        if not self._channel.send(message):
+            self._link.unsent(self._clock())
 
     def _note_state(self) -> None:
+        if self._warn_at is not None and (self._link.epoch or self._clock() >= self._warn_at):
+            if not self._link.epoch:
+                self._log.warning("no scheduler answers; trying on", endpoint=self._channel.endpoint)
+            self._warn_at = None
         state = self._link.state
         if state is not self._state:
-            level = "warning" if state is LinkState.LOST else "info"
-            getattr(self._log, level)(f"scheduler {state.value}", endpoint=self._channel.endpoint)
+            level, text = _STATES[state]
+            getattr(self._log, level)(text, endpoint=self._channel.endpoint)
             self._state = state
 
     def _leave_if_asked(self) -> None:
@@ -201,7 +216,7 @@ class Shell:
             self._log.info("leaving")
             self._leave_by = now + self._shutdown_grace
             if self._link.in_epoch:
-                self._channel.send(WorkerLeaving(self._link.hello.identity))
+                self._send(WorkerLeaving(self._link.hello.identity))
         if self._leave_by is None:
             return
         if self._link.state is not LinkState.CONNECTED:

@@ -1,26 +1,33 @@
-"""How many CPU threads the forward pass takes, and how they wait.
+"""How many CPU threads the forward pass takes.
 
-OpenMP threads that spin at a barrier take the core that gateway and scheduler need, and are slowed ten times by them in
-turn. So they must wait passively, which the OpenMP runtime decides once, when torch is loaded: `wait_passively` has to
-run before anything imports torch. This module therefore does not.
+OpenMP threads wait passively here: the commands settle that before torch is loaded, because its runtime reads the
+environment once (threads that spin at a barrier take the core that gateway and scheduler need, and are slowed ten times
+by them in turn). But waking a passive thread takes as long as a small matrix product, above all on virtual machines.
+So a decode step and a prefill chunk have a number of threads each.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
-_PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}  # GNU's and LLVM's or Intel's runtime
+PREFILL_FROM = 64
+"""Tokens of an iteration from which on it counts as prefill."""
 
 
-def wait_passively(environment: MutableMapping[str, str]) -> None:
-    """Makes OpenMP threads sleep at barriers, unless the operator chose otherwise. Call with os.environ before torch is
-    imported; later it has no effect."""
-    for name, value in _PASSIVE.items():
-        environment.setdefault(name, value)
+@dataclass(frozen=True, slots=True)
+class ThreadPolicy:
+    """Threads for iterations of few tokens (``decode``) and of many (``prefill``)."""
+
+    decode: int
+    prefill: int
+
+    def of(self, tokens: int) -> int:
+        return self.prefill if tokens >= PREFILL_FROM else self.decode
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
@@ -44,13 +51,14 @@ def _quota(cgroup: Path) -> float | None:
 
 
 def candidates(cores: int) -> list[int]:
-    """Thread counts worth trying, fewest first: powers of two, and all cores."""
-    counts = {cores} | {1 << power for power in range(cores.bit_length()) if 1 << power <= cores}
-    return sorted(counts)
+    """Thread counts worth trying, fewest first: powers of two, and all cores; from four cores on one of them is left to
+    gateway and scheduler. With fewer these share the cores, which passive waiting makes bearable."""
+    most = cores - 1 if cores >= 4 else cores
+    return sorted({most} | {1 << power for power in range(most.bit_length())})
 
 
-def choose(counts: list[int], measure: Callable[[int], float], gain: float = 1.1) -> tuple[int, dict[int, float]]:
-    """The count after which more threads no longer pay: each doubling must be faster by ``gain``, because the other
+def choose(counts: list[int], measure: Callable[[int], float], gain: float = 1.15) -> tuple[int, dict[int, float]]:
+    """The count after which more threads no longer pay: each step up must be faster by ``gain``, because the other
     processes of the server need the cores, too.
 
     Args:

@@ -4,15 +4,75 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from pagemill_gateway.app import bind, serve
+from pagemill_shared.messages import FleetStatus
 from pagemill_shared.settings import GatewaySettings
+from pagemill_testing.prepared_models import FINGERPRINT, write_prepared_model
+from pagemill_testing.sockets import ipc_folder
+from pagemill_testing.stub_scheduler import StubScheduler
+
+
+@dataclass
+class Stage:
+    """A gateway that is ready, and the scheduler that it talks to."""
+
+    folder: Path
+    stub: StubScheduler
+    gateway: GatewayServer
+
+    @property
+    def client(self) -> httpx.Client:
+        return self.gateway.client
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The events of a stream; the last line must be [DONE] and is left out."""
+        response = self.post(path, stream=True, **body)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = sse_events(response.text)
+        assert events[-1] == "[DONE]"
+        return [json.loads(event) for event in events[:-1]]
+
+
+def sse_events(text: str) -> list[str]:
+    """The data of each server-sent event."""
+    assert text.endswith("\n\n")
+    lines = text.removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+    return [line.removeprefix("data: ") for line in lines]
+
+
+FLEET = FleetStatus(1, 2048, 2**31 - 1, FINGERPRINT)
+
+
+@contextmanager
+def stage(model: dict[str, Any] | None = None, fleet: FleetStatus = FLEET, **settings: Any) -> Iterator[Stage]:
+    """A stub scheduler and a gateway in front of it.
+
+    Args:
+        model: arguments of ``write_prepared_model``.
+        settings: of the gateway.
+    """
+    with ipc_folder() as folder:
+        write_prepared_model(folder, **(model or {}))
+        endpoint = f"ipc://{folder}/s"
+        with StubScheduler(endpoint, fleet) as stub, GatewayServer(folder, endpoint, **settings) as gateway:
+            gateway.until("/ready", 200)
+            yield Stage(folder, stub, gateway)
 
 
 class GatewayServer:
@@ -53,7 +113,8 @@ class GatewayServer:
 
     def stop(self) -> None:
         """What SIGTERM does."""
-        self._loop.call_soon_threadsafe(self._stop.set)
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._stop.set)
 
     def join(self) -> None:
         self._thread.join(20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,12 +94,15 @@ class LiveGateway:
         now = time.monotonic()
         for message in self.channel.receive(100):
             outcome = self.link.received(now, message)
-            for reply in outcome.send:
-                self.channel.send(reply)
+            self._send(now, outcome.send)
             for item in outcome.apply:
                 self._apply(item)
-        for message in self.link.tick(now):
-            self.channel.send(message)
+        self._send(now, self.link.tick(now))
+
+    def _send(self, now: float, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if not self.channel.send(message):
+                self.link.unsent(now)
 
     def _apply(self, message: Message) -> None:
         match message:

@@ -137,6 +137,12 @@ class StubScheduler:
                 self._changed.wait(0.02)
         return value
 
+    def replay(self, token_ids: Sequence[int], finish: FinishReason = FinishReason.LENGTH, **options: Any) -> None:
+        """Answers requests with these tokens from now on. Waits until nothing runs, and forgets what was recorded."""
+        self.wait_for(lambda: not self.running)
+        self.script = Script(list(token_ids), finish, **options)
+        self.submitted, self.aborted, self.finished, self.synced = [], [], [], []
+
     def set_fleet(self, fleet: FleetStatus) -> None:
         self._call(lambda: self._push_fleet(fleet))
 

@@ -6,7 +6,7 @@ knows where one ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagemill_kernels.interface import AttentionSpec, Kernels
+from pagemill_kernels.linear import Linear, LinearFactory
 from pagemill_shared.errors import ConfigurationError
 from pagemill_worker.models.config import CacheDescription, ConfigReader
 from pagemill_worker.models.rotary import RopeConfig, read_rope, rotary_tables
@@ -71,18 +72,14 @@ def read_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
 
 @dataclass(frozen=True, slots=True)
 class LlamaLayer:
-    """Weights of one layer, [out, in] each, biases [out] or None."""
+    """Weights of one layer; queries, keys and values come from one product, gate and up from another."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    qkv: Linear
+    out: Linear
     post_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 class LlamaModel:
@@ -91,7 +88,7 @@ class LlamaModel:
     Attributes:
         cache: what one token's keys and values take.
         vocab_size: columns of the logits.
-        weight_bytes: bytes of all weights.
+        linear_name: what computes the matrix products.
     """
 
     def __init__(
@@ -102,21 +99,15 @@ class LlamaModel:
         self.vocab_size = c.vocab_size
         self.cache = CacheDescription(c.num_layers, c.num_kv_heads, c.head_dim)
         self._spec = AttentionSpec(scale=c.head_dim**-0.5)
-        self._embedding = weights.take("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
-        self._layers = [_load_layer(config, weights, f"model.layers.{index}") for index in range(c.num_layers)]
+        make = LinearFactory(dtype, device)
+        self.linear_name = make.name
+        embedding_shape = (c.vocab_size, c.hidden_size)
+        self._embedding = weights.take("model.embed_tokens.weight", embedding_shape)
+        self._layers = [_load_layer(config, weights, make, f"model.layers.{index}") for index in range(c.num_layers)]
         self._norm = weights.take("model.norm.weight", (c.hidden_size,))
         # A checkpoint that says its head is tied may still carry a copy of it, which transformers ignores, too.
-        self._head = (
-            self._embedding if c.tie_word_embeddings else weights.take("lm_head.weight", (c.vocab_size, c.hidden_size))
-        )
+        self._head = make(self._embedding if c.tie_word_embeddings else weights.take("lm_head.weight", embedding_shape))
         self._cosines, self._sines = rotary_tables(c.rope, max_model_len, dtype, device)
-
-    @property
-    def weight_bytes(self) -> int:
-        tensors = [self._embedding, self._norm, *([] if self._head is self._embedding else [self._head])]
-        for layer in self._layers:
-            tensors += [t for t in (getattr(layer, name) for name in LlamaLayer.__slots__) if t is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def forward(self, token_ids: Tensor, positions: Tensor, cache: Tensor, kernels: Kernels[Any], step: Any) -> Tensor:
         """Computes all tokens of an iteration and writes their keys and values into the cache.
@@ -136,49 +127,37 @@ class LlamaModel:
         hidden = functional.embedding(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
             normed = functional.rms_norm(hidden, size, layer.input_norm, c.rms_norm_eps)
-            qkv = functional.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads, c.head_dim)
+            qkv = layer.qkv(normed).view(-1, heads, c.head_dim)
             kernels.rotate_and_write(qkv, rotary, cache, step, index)
             attended = kernels.attention(qkv[:, : c.num_heads], cache, step, index, self._spec)
-            hidden = _add_linear(hidden, attended, layer.out, layer.out_bias)
+            hidden = layer.out(attended).add_(hidden)
             normed = functional.rms_norm(hidden, size, layer.post_norm, c.rms_norm_eps)
-            gate, up = functional.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-            hidden = _add_linear(hidden, functional.silu(gate).mul_(up), layer.down, layer.down_bias)
+            gate, up = layer.gate_up(normed).chunk(2, -1)
+            hidden = layer.down(functional.silu(gate).mul_(up)).add_(hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab_size] float32 logits of [R, hidden_size] rows that ``forward`` returned."""
         normed = functional.rms_norm(hidden, (self.config.hidden_size,), self._norm, self.config.rms_norm_eps)
-        return functional.linear(normed, self._head).float()
+        return self._head(normed).float()
 
 
-def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """residual + x @ weight.T (+ bias), the sum taken within the matrix product."""
-    result = torch.addmm(residual, x, weight.t())
-    return result if bias is None else result.add_(bias)
-
-
-def _load_layer(config: LlamaConfig, weights: Weights, prefix: str) -> LlamaLayer:
+def _load_layer(config: LlamaConfig, weights: Weights, make: LinearFactory, prefix: str) -> LlamaLayer:
     c = config
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    attention = [f"{prefix}.self_attn.{name}_proj" for name in ("q", "k", "v")]
-    mlp = [f"{prefix}.mlp.{name}_proj" for name in ("gate", "up")]
-    outs = (queries, keys, keys)
 
-    def bias(name: str, size: int, present: bool) -> Tensor | None:
-        return weights.take(f"{prefix}.{name}.bias", (size,)) if present else None
+    def linear(names: Sequence[str], outs: Sequence[int], inputs: int, has_bias: bool) -> Linear:
+        modules = [f"{prefix}.{name}_proj" for name in names]
+        weight = weights.fuse([f"{module}.weight" for module in modules], [(out, inputs) for out in outs])
+        bias = weights.fuse([f"{module}.bias" for module in modules], [(out,) for out in outs]) if has_bias else None
+        return make(weight, bias)
 
-    def biases(names: list[str], sizes: tuple[int, ...], present: bool) -> Tensor | None:
-        return weights.fuse([f"{name}.bias" for name in names], [(size,) for size in sizes]) if present else None
-
+    attention = ("self_attn.q", "self_attn.k", "self_attn.v")
     return LlamaLayer(
         input_norm=weights.take(f"{prefix}.input_layernorm.weight", (c.hidden_size,)),
-        qkv=weights.fuse([f"{name}.weight" for name in attention], [(out, c.hidden_size) for out in outs]),
-        qkv_bias=biases(attention, outs, c.attention_bias),
-        out=weights.take(f"{prefix}.self_attn.o_proj.weight", (c.hidden_size, queries)),
-        out_bias=bias("self_attn.o_proj", c.hidden_size, c.attention_bias),
+        qkv=linear(attention, (queries, keys, keys), c.hidden_size, c.attention_bias),
+        out=linear(["self_attn.o"], [c.hidden_size], queries, c.attention_bias),
         post_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", (c.hidden_size,)),
-        gate_up=weights.fuse([f"{name}.weight" for name in mlp], [(c.intermediate_size, c.hidden_size)] * 2),
-        gate_up_bias=biases(mlp, (c.intermediate_size,) * 2, c.mlp_bias),
-        down=weights.take(f"{prefix}.mlp.down_proj.weight", (c.hidden_size, c.intermediate_size)),
-        down_bias=bias("mlp.down_proj", c.hidden_size, c.mlp_bias),
+        gate_up=linear(("mlp.gate", "mlp.up"), [c.intermediate_size] * 2, c.hidden_size, c.mlp_bias),
+        down=linear(["mlp.down"], [c.hidden_size], c.intermediate_size, c.mlp_bias),
     )

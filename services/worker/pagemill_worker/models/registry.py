@@ -21,9 +21,7 @@ class Model(Protocol):
 
     cache: CacheDescription
     vocab_size: int
-
-    @property
-    def weight_bytes(self) -> int: ...
+    linear_name: str
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, cache: Tensor, kernels: Kernels[Any], step: Any

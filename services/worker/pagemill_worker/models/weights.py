@@ -49,6 +49,8 @@ class Weights:
 
     def fuse(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Tensor:
         """Tensors of equal trailing shape, one below the other, so that one matrix product serves them all."""
+        if len(names) == 1:
+            return self.take(names[0], shapes[0])
         parts = [self._read(name, shape) for name, shape in zip(names, shapes, strict=True)]
         rows = sum(part.shape[0] for part in parts)
         fused = torch.empty((rows, *parts[0].shape[1:]), dtype=self._dtype, device=self._device)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from pagemill_shared.errors import ConfigurationError
 from pagemill_worker.prepare.json_file import read_json
 from pagemill_worker.prepare.safetensors_stream import read_shapes
@@ -32,11 +34,12 @@ def read_facts(folder: Path) -> ModelFacts:
         ConfigurationError: a fact that a server needs is not to be found in them.
     """
     outer = read_json(folder / "config.json")
-    config: Json = {**outer, **outer.get("text_config", {})}  # models of text and images keep the text's part apart
+    text = outer.get("text_config")  # models of text and images keep the text's part apart
+    config: Json = {**outer, **text} if isinstance(text, dict) else outer
     architectures = outer.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ConfigurationError(f"{folder / 'config.json'} names no architecture (`architectures`)")
-    length = next((config[key] for key in _LENGTHS if isinstance(config.get(key), int)), None)
+    length = next((config[key] for key in _LENGTHS if isinstance(config.get(key), int) and config[key] > 0), None)
     if length is None:
         raise ConfigurationError(f"{folder / 'config.json'} names no context length (`max_position_embeddings`)")
     vocab_size = _embedding_rows(folder)
@@ -72,23 +75,23 @@ def _token_ids(source: Json, key: str, path: Path) -> list[int]:
 
 
 class _SpecialTokens:
-    """The tokens that the tokenizer's files give a role."""
+    """The tokens that the tokenizer's files give a role. Loads the tokenizer, so that a damaged one is found now."""
 
     def __init__(self, folder: Path) -> None:
-        self._named = {
+        self._roles = {
             **read_json(folder / "special_tokens_map.json"),
             **{k: v for k, v in read_json(folder / "tokenizer_config.json").items() if v is not None},
         }
-        tokenizer = read_json(folder / "tokenizer.json")
-        vocabulary = tokenizer.get("model", {}).get("vocab", {})
-        # Unigram lists (token, score) in the order of the ids.
-        self._ids = dict(vocabulary) if isinstance(vocabulary, dict) else {t[0]: i for i, t in enumerate(vocabulary)}
-        self._ids.update({token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])})
+        path = folder / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no other type
+            raise ConfigurationError(f"{path.name} cannot be used: {error}") from None
 
     def id_of(self, role: str) -> int | None:
-        token = self._named.get(role)
+        token = self._roles.get(role)
         text = token.get("content") if isinstance(token, dict) else token
-        return self._ids.get(text)
+        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
 
 
 def _embedding_rows(folder: Path) -> int:

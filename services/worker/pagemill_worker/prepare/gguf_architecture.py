@@ -98,17 +98,27 @@ def model_config(file: GgufFile, architecture: Architecture) -> Config:
         ConfigurationError: the file lacks an entry, or asks for what the architecture's class does not do.
     """
     meta = Metadata(file, file.metadata["general.architecture"])
+    if (parts := Metadata(file, "split").integer("count", 1)) > 1:
+        raise ConfigurationError(f"{file.path} is one of {parts} parts of a split model: join them into one file first")
     if meta.integer("expert_count", 0):
         raise ConfigurationError(f"{file.path} is a mixture-of-experts model, which is not supported in GGUF files")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigurationError(f"{file.path} holds no token embedding (`token_embd.weight`)")
-    heads, hidden = meta.integer("attention.head_count"), meta.integer("embedding_length")
+    heads, hidden = meta.integer("attention.head_count", minimum=1), meta.integer("embedding_length", minimum=1)
     head_dim = meta.integer("attention.key_length", 0) or meta.integer("rope.dimension_count", hidden // heads)
+    if head_dim < 2 or head_dim % 2:
+        raise ConfigurationError(f"{file.path} has heads of {head_dim} dimensions, which cannot be rotated in pairs")
     if meta.integer("rope.dimension_count", head_dim) != head_dim:
         raise ConfigurationError(f"{file.path} rotates only a part of each head, which is not supported")
     if meta.integer("attention.value_length", head_dim) != head_dim:
         raise ConfigurationError(f"{file.path} has keys and values of different length, which is not supported")
+    key_heads = meta.integer("attention.head_count_kv", heads, minimum=1)
+    if heads % key_heads:
+        raise ConfigurationError(f"{file.path} is damaged: {heads} heads cannot share {key_heads} key heads evenly")
+    layers = meta.integer("block_count", minimum=1)
+    if layers > len(file.tensors):
+        raise ConfigurationError(f"{file.path} is damaged: {layers} layers, but {len(file.tensors)} tensors")
     factors = file.tensors.get(_ROPE_FACTORS)
     config: Config = {
         "architectures": [architecture.causal_lm],
@@ -116,13 +126,13 @@ def model_config(file: GgufFile, architecture: Architecture) -> Config:
         "dtype": "float32",
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": meta.integer("feed_forward_length"),
-        "num_hidden_layers": meta.integer("block_count"),
+        "intermediate_size": meta.integer("feed_forward_length", minimum=1),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": key_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": meta.integer("context_length"),
+        "max_position_embeddings": meta.integer("context_length", minimum=1),
         "rms_norm_eps": meta.decimal("attention.layer_norm_rms_epsilon"),
         "rope_parameters": rope_parameters(
             meta, head_dim, None if factors is None else np.concatenate(list(factors.rows())).reshape(-1)

@@ -53,6 +53,7 @@ class _DamagedError(Exception):
 class GgufTensor:
     """One tensor of the file; nothing is read before `rows`."""
 
+    path: Path
     name: str
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -66,12 +67,21 @@ class GgufTensor:
 
         Args:
             order: the file's row number of each row that is wanted, where it is not 0, 1, 2, …
+
+        Raises:
+            ConfigurationError: a value is infinite or not a number.
         """
         step = max(1, _CHUNK_ELEMENTS * len(self.data) // math.prod(self.shape))
         for start in range(0, len(self.data), step):
-            chunk = self.data[start : start + step] if order is None else self.data[order[start : start + step]]
-            # A copy where it is a view of the file: its offset need not be a multiple of the item size.
-            yield dequantize(np.array(chunk), self.kind)
+            stored = self.data[start : start + step] if order is None else self.data[order[start : start + step]]
+            with np.errstate(all="ignore"):  # damaged scales overflow, which is looked for below
+                # A copy where it is a view of the file: its offset need not be a multiple of the item size.
+                chunk = dequantize(np.array(stored), self.kind)
+            if not np.isfinite(chunk).all():
+                raise ConfigurationError(
+                    f"{self.path} is damaged: tensor {self.name!r} holds values that are not finite"
+                )
+            yield chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +135,7 @@ def _read(path: Path, mapped: mmap.mmap) -> GgufFile:
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise _DamagedError(f"is damaged: its alignment is {alignment!r}, not a power of two")
     data_start = math.ceil(cursor.offset / alignment) * alignment
-    tensors = [_map_tensor(mapped, data_start, *header) for header in headers]
+    tensors = [_map_tensor(path, mapped, data_start, *header) for header in headers]
     for kind in {tensor.kind: tensor for tensor in tensors}.values():
         _check_dequantises(kind)
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -196,7 +206,7 @@ def _tensor_header(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _map_tensor(
-    mapped: mmap.mmap, data_start: int, name: str, shape: tuple[int, ...], kind: int, at: int
+    path: Path, mapped: mmap.mmap, data_start: int, name: str, shape: tuple[int, ...], kind: int, at: int
 ) -> GgufTensor:
     try:
         quantization = GGMLQuantizationType(kind)
@@ -214,13 +224,14 @@ def _map_tensor(
     if start + size > len(mapped):
         raise _DamagedError(f"is truncated: tensor {name!r} ends at {start + size} bytes, the file at {len(mapped)}")
     data = np.frombuffer(mapped, np.uint8, size, offset=start).reshape(row_count, row_bytes)
-    return GgufTensor(name, quantization, shape, data)
+    return GgufTensor(path, name, quantization, shape, data)
 
 
 def _check_dequantises(tensor: GgufTensor) -> None:
     """Tries one row, so that a format without a decoder is refused before anything is written."""
     try:
-        dequantize(np.array(tensor.data[:1]), tensor.kind)
+        with np.errstate(all="ignore"):
+            dequantize(np.array(tensor.data[:1]), tensor.kind)
     except NotImplementedError:
         raise _DamagedError(
             f"stores tensor {tensor.name!r} as {tensor.kind.name}, which cannot be dequantised"

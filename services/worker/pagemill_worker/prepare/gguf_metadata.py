@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,15 +22,18 @@ class Metadata:
         self.path = file.path
         self._prefix = prefix
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, minimum: int = 0) -> int:
         value = self._entry(key, default, int)
-        if value < 0:
-            raise self._wrong(key, f"is {value}, which is negative")
+        if value < minimum:
+            raise self._wrong(key, f"is {value}, less than {minimum}")
         return value
 
     def decimal(self, key: str, default: float | None = None) -> float:
-        """The shortest decimal number that is this float32: 1e-05, not 9.999999747378752e-06."""
-        return float(str(np.float32(self._entry(key, default, float))))
+        """A positive number: the shortest decimal that is this float32, 1e-05 and not 9.999999747378752e-06."""
+        value = self._entry(key, default, float)
+        if not 0 < value < math.inf:
+            raise self._wrong(key, f"is {value}, not a positive number")
+        return float(str(np.float32(value)))
 
     def text(self, key: str, default: str | None = None) -> str:
         return self._entry(key, default, str)

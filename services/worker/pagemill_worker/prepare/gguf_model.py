@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagemill_shared.errors import ConfigurationError
 from pagemill_worker.prepare.gguf_architecture import architecture_of, map_tensors, model_config
 from pagemill_worker.prepare.gguf_file import GgufFile
 from pagemill_worker.prepare.gguf_metadata import Metadata
@@ -20,6 +21,9 @@ def prepare_gguf(file: GgufFile, space: Workspace) -> None:
     config = model_config(file, architecture)
     mapped = map_tensors(file, architecture, config)
     tokenizer = read_tokenizer(file, config["max_position_embeddings"])
+    tokens = len(file.metadata["tokenizer.ggml.tokens"])
+    if tokens > config["vocab_size"]:
+        raise ConfigurationError(f"{file.path} is damaged: {tokens} tokens, but {config['vocab_size']} embeddings")
     tensors = [FloatTensor(entry.name, entry.source.shape, entry.source.rows(entry.order)) for entry in mapped]
     size = sum(tensor.nbytes for tensor in tensors)
 

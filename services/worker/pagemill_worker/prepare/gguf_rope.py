@@ -25,7 +25,7 @@ def rope_parameters(meta: Metadata, head_dim: int, factors: npt.NDArray[np.float
         ConfigurationError: the file scales the embedding in a way that transformers' class does not.
     """
     theta = meta.decimal("rope.freq_base", 10000.0)
-    context = meta.integer("context_length")
+    context = meta.integer("context_length", minimum=1)
     scaling = meta.text("rope.scaling.type", "none")
     if factors is not None and len(factors) != head_dim // 2:
         raise ConfigurationError(f"{meta.path}: {len(factors)} rotary factors for heads of {head_dim}")
@@ -41,7 +41,7 @@ def rope_parameters(meta: Metadata, head_dim: int, factors: npt.NDArray[np.float
     if scaling == "yarn" and meta.decimal("rope.scaling.attn_factor", 1.0) == 1.0:
         return {
             **parameters,
-            "original_max_position_embeddings": meta.integer("rope.scaling.original_context_length"),
+            "original_max_position_embeddings": meta.integer("rope.scaling.original_context_length", minimum=1),
             "beta_fast": meta.decimal("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": meta.decimal("rope.scaling.yarn_beta_slow", 1.0),
         }

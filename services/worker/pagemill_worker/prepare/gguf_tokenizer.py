@@ -46,11 +46,7 @@ def read_tokenizer(file: GgufFile, max_length: int) -> GgufTokenizer:
         raise ConfigurationError(f"{file.path} has a tokenizer of kind {kind!r}; supported: {', '.join(_KINDS)}")
     vocabulary = _Vocabulary.read(meta)
     parts, adds_bos = _KINDS[kind](meta, vocabulary)
-    named = {
-        name: vocabulary.tokens[token]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if (token := meta.token_id(f"{key}_token_id")) is not None
-    }
+    named = {role: vocabulary.tokens[token] for role, token in _roles(meta).items()}
     adds_bos = meta.flag("add_bos_token", adds_bos) and "bos" in named
     adds_eos = meta.flag("add_eos_token", False) and "eos" in named
     config: Json = {
@@ -73,6 +69,13 @@ def read_tokenizer(file: GgufFile, max_length: int) -> GgufTokenizer:
     return GgufTokenizer(tokenizer, config, _templates(file))
 
 
+def _roles(meta: Metadata) -> dict[str, int]:
+    """Token ids by transformers' names."""
+    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    found = {role: meta.token_id(f"{key}_token_id") for role, key in keys.items()}
+    return {role: token for role, token in found.items() if token is not None}
+
+
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
     tokens: list[str]
@@ -81,13 +84,18 @@ class _Vocabulary:
     @classmethod
     def read(cls, meta: Metadata) -> _Vocabulary:
         tokens = meta.list_of(str, "tokens")
-        kinds = meta.list_of(int, "token_type", [_NORMAL] * len(tokens))
+        kinds = list(meta.list_of(int, "token_type", [_NORMAL] * len(tokens)))
         if len(kinds) != len(tokens):
             raise ConfigurationError(f"{meta.path} is damaged: {len(tokens)} tokens but {len(kinds)} token types")
-        seen = cls([token for token, kind in zip(tokens, kinds, strict=True) if kind != _UNUSED], [])
-        if len(set(seen.tokens)) != len(seen.tokens):
+        for role, token in _roles(meta).items():
+            if kinds[token] == _UNUSED:
+                raise ConfigurationError(f"{meta.path} is damaged: its {role} token {token} is marked as unused")
+            if kinds[token] == _NORMAL:  # transformers takes every token with a role as special, whatever its mark
+                kinds[token] = _CONTROL
+        vocabulary = cls(tokens, kinds)
+        if len(vocabulary.ids()) != len(tokens) - kinds.count(_UNUSED):
             raise ConfigurationError(f"{meta.path} is damaged: its vocabulary has the same token twice")
-        return cls(tokens, kinds)
+        return vocabulary
 
     def ids(self) -> dict[str, int]:
         """Without the unused tokens, which only fill up the embedding."""

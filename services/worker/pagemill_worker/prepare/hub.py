@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,20 @@ def fetch(repository: str, report: Report) -> Path:
 
 def _progress_bar(step: str, report: Report) -> type[Any]:
     """A class in the place of the library's bars that reports the share of bytes and draws nothing."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
-    class ReportingBar(tqdm):  # type: ignore[misc, unused-ignore]
+    percent = -1
+
+    class ReportingBar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": False})  # it would be, where there is no terminal
+            # It would be disabled where there is no terminal, and writes a line end on closing.
+            super().__init__(*args, **{**kwargs, "disable": False, "file": io.StringIO()})  # type: ignore[no-untyped-call]
 
         def display(self, *_: Any, **__: Any) -> None:
-            if self.unit == "B" and self.total:
-                report(step, min(1.0, self.n / self.total))
+            nonlocal percent
+            if self.unit == "B" and self.total and int(100 * self.n / self.total) > percent:
+                percent = int(100 * self.n / self.total)
+                report(step, percent / 100)
 
     return ReportingBar
 

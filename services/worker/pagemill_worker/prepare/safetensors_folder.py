@@ -58,7 +58,9 @@ def prepare_folder(folder: Path, name: str, space: Workspace) -> None:
     if generation.is_file():
         space.copy(generation.name, generation)
     else:
-        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key)}
+        ids = {
+            key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None
+        }
         space.write_json(generation.name, ids)
     _prepare_tokenizer(folder, name, space)
 
@@ -141,15 +143,21 @@ def _copy_tokenizer(folder: Path, space: Workspace) -> None:
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name, from each of the places where they have been kept; the newest place counts."""
     templates: dict[str, str] = {}
-    for kept in (config.get("chat_template"), read_json(folder / "chat_template.json").get("chat_template")):
-        if isinstance(kept, str):
-            templates["default"] = kept
-        elif isinstance(kept, list):
-            templates.update({entry["name"]: entry["template"] for entry in kept})
-    files = {path.stem: path for path in folder.glob(f"{_TEMPLATE_FOLDER}/*.jinja")}
-    if (folder / _TEMPLATE_FILE).is_file():
-        files["default"] = folder / _TEMPLATE_FILE
-    return {**templates, **{name: path.read_bytes().decode() for name, path in files.items()}}
+    try:
+        for kept in (config.get("chat_template"), read_json(folder / "chat_template.json").get("chat_template")):
+            if isinstance(kept, str):
+                templates["default"] = kept
+            elif kept is not None:
+                templates.update({entry["name"]: entry["template"] for entry in kept})
+        files = {path.stem: path for path in folder.glob(f"{_TEMPLATE_FOLDER}/*.jinja")}
+        if (folder / _TEMPLATE_FILE).is_file():
+            files["default"] = folder / _TEMPLATE_FILE
+        templates.update({name: path.read_bytes().decode() for name, path in files.items()})
+        if not all(isinstance(part, str) for entry in templates.items() for part in entry):
+            raise TypeError
+        return templates
+    except (LookupError, TypeError, UnicodeDecodeError):
+        raise ConfigurationError(f"{folder}: its chat templates are damaged") from None
 
 
 def _without(content: dict[str, Any], *keys: str) -> dict[str, Any]:

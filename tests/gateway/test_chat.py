@@ -1,0 +1,251 @@
+"""Chat completions over HTTP, against scripted tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pagemill_testing.gateway_server import Stage, stage
+from pagemill_testing.prepared_models import byte_level_bpe
+from transformers import PreTrainedTokenizerFast
+
+from pagemill_shared.manifest import prepared_folder
+from pagemill_shared.messages import FinishReason
+
+PATH = "/v1/chat/completions"
+TOKENIZER = byte_level_bpe()
+END = 2
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def ids(text: str) -> list[int]:
+    encoded: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
+    return encoded
+
+
+@pytest.fixture(scope="module")
+def chat() -> Iterator[Stage]:
+    with stage() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def reference(chat: Stage) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(prepared_folder(chat.folder, "bundled"))
+
+
+def test_an_answer(chat: Stage, reference: PreTrainedTokenizerFast) -> None:
+    chat.stub.replay([*ids("The answer is 42."), END], FinishReason.EOS)
+    response = chat.post(PATH, model="tiny", messages=HI)
+    assert response.status_code == 200
+    answer = response.json()
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "tiny"
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "The answer is 42.", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ]
+    prompt = reference.apply_chat_template(HI, add_generation_prompt=True)["input_ids"]
+    assert chat.stub.submitted[0].prompt_token_ids.tolist() == prompt
+    generated = len(ids("The answer is 42.")) + 1
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": generated,
+        "total_tokens": len(prompt) + generated,
+    }
+
+
+def test_a_stream_has_role_then_content_then_the_finish_reason(chat: Stage) -> None:
+    chat.stub.replay([*ids("one two"), END], FinishReason.EOS)
+    events = chat.events(PATH, messages=HI)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "one two"
+    assert all("role" not in delta for delta in deltas[1:])
+    assert deltas[-1] == {}
+    reasons = [event["choices"][0]["finish_reason"] for event in events]
+    assert reasons == [None] * (len(events) - 1) + ["stop"]
+    for name in ("id", "created", "model", "object"):
+        assert len({event[name] for event in events}) == 1
+    assert {event["choices"][0]["index"] for event in events} == {0}
+    assert events[0]["object"] == "chat.completion.chunk"
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({}, False),
+        ({"stream_options": None}, False),
+        ({"stream_options": {}}, False),
+        ({"stream_options": {"include_usage": False}}, False),
+        ({"stream_options": {"include_usage": None}}, False),
+        ({"stream_options": {"include_usage": True}}, True),
+    ],
+)
+def test_usage_comes_only_when_asked_for(chat: Stage, options: dict[str, Any], shown: bool) -> None:
+    chat.stub.replay(ids("one two"))
+    events = chat.events(PATH, messages=HI, **options)
+    with_usage = [event for event in events if event.get("usage")]
+    if not shown:
+        assert not with_usage
+        assert all("usage" not in event for event in events)
+        return
+    assert with_usage == [events[-1]]
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == len(ids("one two"))
+    assert all(event["usage"] is None for event in events[:-1])
+
+
+def test_stream_options_without_a_stream(chat: Stage) -> None:
+    response = chat.post(PATH, messages=HI, stream_options={"include_usage": True})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "stream_options"
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"max_completion_tokens": 5}, 5),
+        ({"max_tokens": 7}, 7),
+        ({"max_tokens": 50, "max_completion_tokens": 5}, 5),
+        ({"max_tokens": 5, "max_completion_tokens": 50}, 50),
+    ],
+)
+def test_the_newer_name_of_the_limit_wins(chat: Stage, limits: dict[str, int], expected: int) -> None:
+    chat.stub.replay(ids("one"))
+    assert chat.post(PATH, messages=HI, **limits).json()["choices"][0]["finish_reason"] == "length"
+    assert chat.stub.submitted[0].sampling.max_tokens == expected
+
+
+def test_without_a_limit_the_answer_may_fill_the_context(chat: Stage) -> None:
+    chat.stub.replay(ids("one"))
+    chat.post(PATH, messages=HI)
+    submitted = chat.stub.submitted[0]
+    assert submitted.sampling.max_tokens == 2048 - len(submitted.prompt_token_ids)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_of_zero_is_refused(chat: Stage, name: str) -> None:
+    response = chat.post(PATH, messages=HI, **{name: 0})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == name
+
+
+def test_content_as_parts_is_one_text(chat: Stage) -> None:
+    prompts = []
+    for content in ("Alpha Beta", [{"type": "text", "text": "Alpha "}, {"type": "text", "text": "Beta"}]):
+        chat.stub.replay(ids("one"))
+        assert chat.post(PATH, messages=[{"role": "user", "content": content}]).status_code == 200
+        prompts.append(chat.stub.submitted[0].prompt_token_ids.tolist())
+    assert prompts[0] == prompts[1]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "wizard", "content": "x"}], "messages[0].role"),
+        ([*HI, {"role": "user", "content": 5}], "messages[1].content"),
+        (["x"], "messages[0]"),
+        ("x", "messages"),
+        (None, "messages"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
+    ],
+)
+def test_messages_that_are_refused(chat: Stage, messages: Any, param: str) -> None:
+    response = chat.post(PATH, messages=messages)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [["user", "system", "user"], ["system", "system", "user"], ["assistant"], ["user", "tool"], ["developer", "user"]],
+)
+def test_any_order_of_roles_is_answered_as_the_template_renders_it(
+    chat: Stage, reference: PreTrainedTokenizerFast, roles: list[str]
+) -> None:
+    chat.stub.replay(ids("one"))
+    response = chat.post(PATH, messages=[{"role": role, "content": f"I am {role}"} for role in roles])
+    assert response.status_code == 200
+    rendered = [{"role": role.replace("developer", "system"), "content": f"I am {role}"} for role in roles]
+    expected = reference.apply_chat_template(rendered, add_generation_prompt=True)["input_ids"]
+    assert chat.stub.submitted[0].prompt_token_ids.tolist() == expected
+
+
+def test_going_on_from_an_assistants_message(chat: Stage) -> None:
+    messages = [*HI, {"role": "assistant", "content": "The capital of France is"}]
+    for options in ({"add_generation_prompt": False}, {}):
+        chat.stub.replay(ids(" Paris"))
+        answer = chat.post(PATH, messages=messages, continue_final_message=True, **options).json()
+        assert answer["choices"][0]["message"]["content"] == " Paris"
+        prompt = TOKENIZER.decode(chat.stub.submitted[0].prompt_token_ids.tolist(), skip_special_tokens=False)
+        assert prompt.endswith("The capital of France is")
+    response = chat.post(PATH, messages=messages, continue_final_message=True, add_generation_prompt=True)
+    assert response.status_code == 400
+
+
+def logprobs_of(token: int) -> tuple[list[int], list[float]]:
+    return [token, token, 70], [-0.5, -0.5, float("-inf")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(chat: Stage, stream: bool) -> None:
+    tokens = [*ids("a 🙂"), END]
+    chat.stub.replay(tokens, FinishReason.EOS, logprobs=logprobs_of)
+    if stream:
+        events = chat.events(PATH, messages=HI, logprobs=True, top_logprobs=2)
+        choices = [event["choices"][0] for event in events]
+        content = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    else:
+        content = chat.post(PATH, messages=HI, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"][
+            "content"
+        ]
+    assert chat.stub.submitted[0].sampling.logprobs == 2
+    assert len(content) == len(tokens)
+    assert bytes(byte for entry in content[:-1] for byte in entry["bytes"]).decode() == "a 🙂"
+    assert content[-1]["token"] == "<|im_end|>"
+    assert content[0]["logprob"] == -0.5
+    assert [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.5, -9999.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+    ],
+)
+def test_logprobs_that_are_refused(chat: Stage, options: dict[str, Any], param: str) -> None:
+    response = chat.post(PATH, messages=HI, **options)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    with stage({"template": None}) as running:
+        response = running.post(PATH, messages=HI)
+        assert response.status_code == 400
+        assert "no chat template" in response.json()["error"]["message"]
+        running.stub.replay(ids("one"))
+        assert running.post("/v1/completions", prompt="Hi").status_code == 200
+
+
+def test_a_template_file_is_used(tmp_path: Any) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{% for m in messages %}>{{ m.content }}{% endfor %}")
+    with stage({"template": None}, chat_template=file) as running:
+        running.stub.replay(ids("one"))
+        assert running.post(PATH, messages=HI).status_code == 200
+        assert TOKENIZER.decode(running.stub.submitted[0].prompt_token_ids.tolist()) == ">Hi"

@@ -1,0 +1,330 @@
+"""Streams that do not go as planned: clients that leave or do not read, schedulers that fail, vanish or restart."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pagemill_testing.gateway_server import FLEET, GatewayServer, Stage, sse_events, stage
+from pagemill_testing.prepared_models import byte_level_bpe, write_prepared_model
+from pagemill_testing.sockets import ipc_folder, wait_until
+from pagemill_testing.stub_scheduler import Script, StubScheduler
+from structlog.testing import capture_logs
+
+from pagemill_gateway import http_protocol
+from pagemill_gateway.requests import MAX_UNREAD_TOKENS
+from pagemill_shared.messages import FinishReason, FleetStatus
+
+PATH = "/v1/completions"
+TOKENIZER = byte_level_bpe()
+
+
+def ids(text: str) -> list[int]:
+    encoded: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
+    return encoded
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Stage]:
+    with stage() as running:
+        yield running
+
+
+class RawClient:
+    """A client over a bare socket, which reads only when told to."""
+
+    def __init__(self, port: int, receive_buffer: int | None = None, **body: Any) -> None:
+        self.socket = socket.socket()
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(20)
+        self.socket.connect(("127.0.0.1", port))
+        data = json.dumps(body).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
+        self.socket.sendall(head.encode() + data)
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def read_until(self, text: bytes) -> bytes:
+        data = b""
+        while text not in data:
+            part = self.socket.recv(65536)
+            assert part, data
+            data += part
+        return data
+
+    def read_all(self) -> bytes:
+        data = b""
+        while part := self.socket.recv(1 << 20):
+            data += part
+        return data
+
+
+def many_logprobs(token: int) -> tuple[list[int], list[float]]:
+    """Makes about a kilobyte of an event."""
+    return [token, *range(100, 120)], [-0.5] * 21
+
+
+def error_of(text: str) -> dict[str, Any]:
+    """The error in the last event of a stream."""
+    error: dict[str, Any] = json.loads(sse_events(text)[-1])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_aborts_in_the_scheduler(api: Stage, stream: bool) -> None:
+    api.stub.replay(ids("one two three"), FinishReason.NOT_FINISHED)
+    with RawClient(api.gateway.port, prompt="x", stream=stream) as client:
+        handle = api.stub.wait_for(lambda: api.stub.submitted)[0].handle
+        if stream:
+            client.read_until(b"three")
+    api.stub.wait_for(lambda: api.stub.aborted)
+    assert api.stub.aborted == [handle]
+    assert not api.stub.running
+
+
+def test_a_client_that_leaves_before_any_output_aborts_too(api: Stage) -> None:
+    api.stub.replay([], FinishReason.NOT_FINISHED)
+    for stream in (True, False):
+        with RawClient(api.gateway.port, prompt=["x", "y"], stream=stream):
+            api.stub.wait_for(lambda: api.stub.running == 2)
+        api.stub.wait_for(lambda: not api.stub.running)
+    assert len(api.stub.aborted) == 4
+
+
+def test_many_clients_that_leave_leave_nothing_behind(api: Stage) -> None:
+    for _ in range(5):
+        api.stub.replay(ids("one two"), FinishReason.NOT_FINISHED)
+        clients = [RawClient(api.gateway.port, prompt="x", stream=True) for _ in range(16)]
+        api.stub.wait_for(lambda: api.stub.running == 16)
+        for client in clients:
+            client.socket.close()
+        api.stub.wait_for(lambda: not api.stub.running)
+    api.stub.replay(ids("fine"))
+    assert api.post(PATH, prompt="x").json()["choices"][0]["text"] == "fine"
+
+
+def test_a_stream_without_output_still_gets_its_head(api: Stage) -> None:
+    api.stub.replay([], FinishReason.NOT_FINISHED)
+    with api.client.stream("POST", "/v1/chat/completions", json=chat_body()) as response:
+        assert response.status_code == 200
+        first = json.loads(next(response.iter_lines()).removeprefix("data: "))
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+
+
+def chat_body() -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_failure_after_some_text_is_told(api: Stage, stream: bool) -> None:
+    api.stub.replay(ids("one two three"), FinishReason.NOT_FINISHED)
+    with RawClient(api.gateway.port, prompt="x", stream=stream) as client:
+        running = api.stub.wait_for(lambda: [r for g in api.stub.gateways.values() for r in g.running.values()])
+        api.stub.wait_for(lambda: running[0].sent == len(running[0].script.token_ids))
+        api.stub.fail("no_worker", "the last worker is gone")
+        data = client.read_all().decode()
+    if stream:
+        assert "".join(re.findall(r'"text":"([^"]*)"', data)) == "one two three"
+        assert '"finish_reason":"' not in data
+        assert "[DONE]" not in data
+        event = data[data.rindex("data: ") :].partition("\n\n")[0]
+        error = json.loads(event.removeprefix("data: "))["error"]
+    else:
+        assert data.startswith("HTTP/1.1 503")
+        assert "retry-after: " in data
+        error = json.loads(data.partition("\r\n\r\n")[2])["error"]
+    assert error["message"] == "the last worker is gone"
+    assert error["code"] == "no_worker"
+    assert error["type"] == "service_unavailable_error"
+
+
+def test_a_client_that_does_not_read_is_cut_and_others_are_unhurt(api: Stage) -> None:
+    long = ids("flows on and on ") * 4000
+    api.stub.replay(long, FinishReason.NOT_FINISHED, logprobs=many_logprobs)
+    with RawClient(api.gateway.port, receive_buffer=4096, prompt="x", stream=True, logprobs=20) as slow:
+        handle = api.stub.wait_for(lambda: api.stub.submitted)[0].handle
+        api.stub.script = Script(ids("a normal stream"))
+        assert [e["choices"][0]["text"] for e in api.events(PATH, prompt="x")][-1] == ""
+        api.stub.wait_for(lambda: api.stub.aborted)
+        assert api.stub.aborted == [handle]
+        data = slow.read_all()
+    assert b'"code": "client_too_slow"' in data
+    # What was kept for it is bounded by the limit and the socket buffers, however much there was to say.
+    assert data.count(b'"finish_reason":null') < len(long) - MAX_UNREAD_TOKENS
+
+
+def test_a_client_that_never_reads_again_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "STALLED_CLIENT_S", 0.2)
+    with stage() as api, capture_logs() as logs:
+        api.stub.replay(ids("flows on and on ") * 1000, logprobs=many_logprobs)
+        with RawClient(api.gateway.port, receive_buffer=4096, prompt="x", stream=True, logprobs=20) as client:
+            wait_until(lambda: any("does not read" in entry["event"] for entry in logs), what="dropping the client")
+            assert b"[DONE]" not in client.read_all()
+
+
+def test_a_lost_delivery_is_delivered_again(api: Stage) -> None:
+    text = "The quick brown fox jumps over the lazy dog 🙂 日本語"
+    api.stub.replay(ids(text))
+    api.stub.held = True
+    with RawClient(api.gateway.port, prompt="x", stream=True) as client:
+        api.stub.wait_for(lambda: api.stub.running)
+        api.stub.lose_next_delivery()
+        api.stub.held = False
+        data = client.read_all().decode()
+    events = [line.removeprefix("data: ") for line in data.split("\n") if line.startswith("data: {")]
+    assert "".join(json.loads(event.strip())["choices"][0]["text"] for event in events) == text
+    assert api.stub.synced
+    assert not api.stub.aborted
+
+
+def test_two_requests_with_one_id_are_two_requests(api: Stage) -> None:
+    api.stub.replay(ids("one two"), FinishReason.NOT_FINISHED)
+    headers = {"X-Request-Id": "same"}
+    with (
+        api.client.stream(
+            "POST", PATH, json={"prompt": "x", "stream": True, "request_id": "same"}, headers=headers
+        ) as a,
+        api.client.stream(
+            "POST", PATH, json={"prompt": "x", "stream": True, "request_id": "same"}, headers=headers
+        ) as b,
+    ):
+        assert a.headers["x-request-id"] == b.headers["x-request-id"] == "same"
+        first, second = (submit.handle for submit in api.stub.submitted)
+        assert first != second
+        assert [submit.request_id for submit in api.stub.submitted] == ["same", "same"]
+        a.close()
+        api.stub.wait_for(lambda: api.stub.aborted)
+        assert api.stub.aborted == [first]
+        assert api.stub.running == 1
+
+
+class Restartable:
+    """A gateway whose scheduler can be stopped and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.endpoint = f"ipc://{folder}/s"
+
+    def scheduler(self, incarnation: int, fleet: FleetStatus = FLEET) -> StubScheduler:
+        return StubScheduler(self.endpoint, fleet, incarnation=incarnation)
+
+
+@pytest.mark.parametrize("how", ["silence", "restart"])
+def test_a_lost_scheduler_ends_streams_and_everything_works_again(how: str) -> None:
+    with ipc_folder() as folder:
+        write_prepared_model(folder)
+        place = Restartable(folder)
+        first = place.scheduler(1).__enter__()
+        first.script = Script(ids("one two three"), FinishReason.NOT_FINISHED)
+        with GatewayServer(folder, place.endpoint) as gateway:
+            gateway.until("/ready", 200)
+            results: dict[bool, Any] = {}
+
+            def ask(stream: bool) -> None:
+                results[stream] = gateway.client.post(PATH, json={"prompt": "x", "stream": stream})
+
+            threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+            for thread in threads:
+                thread.start()
+            first.wait_for(lambda: first.running == 2)
+            began = time.monotonic()
+            if how == "silence":
+                first.silent = True
+            else:
+                first.__exit__()
+                second = place.scheduler(2).__enter__()
+            for thread in threads:
+                thread.join(20)
+            assert time.monotonic() - began < 5
+            assert error_of(results[True].text)["code"] == "scheduler_lost"
+            assert results[False].status_code == 503
+            if how == "silence":
+                for path in ("/ready", "/health", "/v1/pagemill/state"):
+                    response = gateway.client.get(path)
+                    assert response.status_code == 503, path
+                    assert "scheduler" in response.json()["error"]["message"]
+                assert gateway.client.post(PATH, json={"prompt": "x"}).status_code == 503
+                assert b"scheduler_up 0.0" in gateway.client.get("/metrics").content
+                first.silent = False
+                second = first
+            gateway.until("/ready", 200)
+            second.wait_for(lambda: not second.running)
+            second.script = Script(ids("back"))
+            answer = gateway.client.post(PATH, json={"prompt": "x"})
+            assert answer.json()["choices"][0]["text"] == "back"
+        second.__exit__()
+
+
+def test_requests_wait_for_a_worker_only_as_long_as_they_may() -> None:
+    none = FleetStatus(0, 0, 0, "")
+    with stage(no_worker_timeout=0.4) as api:
+        api.stub.replay(ids("one"))
+        api.stub.set_fleet(none)
+        api.gateway.until("/ready", 503)
+        assert api.client.get("/health").status_code == 503
+        response = api.post(PATH, prompt="x")
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "no_worker"
+        assert not api.stub.submitted
+        api.stub.set_fleet(FLEET)
+        api.gateway.until("/ready", 200)
+        assert api.post(PATH, prompt="x").status_code == 200
+
+
+def test_a_request_in_the_gap_is_served_by_the_next_worker() -> None:
+    with stage(no_worker_timeout=20) as api:
+        api.stub.replay(ids("one"))
+        api.stub.set_fleet(FleetStatus(0, 0, 0, ""))
+        api.gateway.until("/ready", 503)
+        result: list[Any] = []
+        thread = threading.Thread(target=lambda: result.append(api.post(PATH, prompt="x")))
+        thread.start()
+        api.gateway.until("/health", 503)
+        assert not api.stub.submitted
+        api.stub.set_fleet(FLEET)
+        thread.join(20)
+        assert result[0].status_code == 200
+
+
+def test_workers_with_another_model_are_not_used() -> None:
+    with stage() as api:
+        api.stub.set_fleet(FleetStatus(1, 2048, 700, "another"))
+        response = api.gateway.until("/ready", 503)
+        assert "another model" in response.json()["error"]["message"]
+        assert api.post(PATH, prompt="x").status_code == 503
+
+
+def test_a_long_prompt_does_not_stall_other_streams(api: Stage) -> None:
+    api.stub.replay(ids("on and on ") * 300, FinishReason.NOT_FINISHED)
+    api.stub.interval = 0.01
+    try:
+        with RawClient(api.gateway.port, prompt="x", stream=True) as client:
+            client.read_until(b"on")
+            result: list[Any] = []
+            prompt = "The quick brown fox, word by word. " * 12_000
+            thread = threading.Thread(target=lambda: result.append(api.post(PATH, prompt=prompt)))
+            thread.start()
+            gaps, last = [], time.monotonic()
+            while thread.is_alive():
+                client.socket.recv(65536)
+                now = time.monotonic()
+                gaps.append(now - last)
+                last = now
+            thread.join()
+        assert result[0].status_code == 400
+        assert result[0].json()["error"]["code"] == "context_length_exceeded"
+        assert max(gaps) < 1.0
+    finally:
+        api.stub.interval = 0.0

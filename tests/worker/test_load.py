@@ -1,0 +1,144 @@
+"""From settings to a runner and its hello, on prepared tiny models and on the bundled one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pagemill_testing.plan_driver import PlanDriver
+from pagemill_testing.tiny_models import VOCAB, greedy, save, tiny_llama
+from tokenizers import Tokenizer, models
+
+from pagemill_shared.codec import decode, encode
+from pagemill_shared.errors import ConfigurationError
+from pagemill_shared.sampling import SamplingParams
+from pagemill_shared.settings import WorkerSettings
+from pagemill_worker import load
+from pagemill_worker.load import load_worker
+
+REFERENCE = tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_source(tmp_path_factory.mktemp("source"))
+
+
+def make_source(folder: Path, **config: Any) -> Path:
+    save(REFERENCE, folder)
+    Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def settings(source: Path, tmp_path: Path, **changes: Any) -> WorkerSettings:
+    fields = {"model": str(source), "cache_dir": tmp_path, "num_threads": 1, "kv_cache_memory": 0.01}
+    return WorkerSettings(**(fields | changes))
+
+
+class Reports(list[str]):
+    def __call__(self, step: str, share: float | None) -> None:
+        self.append(step)
+
+
+def test_a_worker_is_ready_for_plans(source: Path, tmp_path: Path) -> None:
+    reports = Reports()
+    runner, hello = load_worker(settings(source, tmp_path, block_size=8, num_kv_blocks=40), reports)
+    assert decode(encode(hello)) == hello
+    assert (hello.num_blocks, hello.block_size, hello.num_swap_blocks, hello.vocab_size) == (40, 8, 0, VOCAB)
+    assert hello.block_bytes == 2 * 2 * 8 * 2 * 16 * 4
+    assert (hello.max_model_len, hello.dtype) == (256, "float32")
+    assert hello.device.startswith("cpu")
+    assert hello.kernels in ("torch+onednn", "torch+torch")
+    assert hello.prefill_tokens_per_s > 0
+    assert hello.swap_bytes_per_s > 0
+    assert any("40 blocks, 320 tokens" in report for report in reports)
+    driver = PlanDriver(runner)
+    [sequence] = driver.add([5, 6, 7], 6)
+    driver.run()
+    assert sequence.outputs == greedy(REFERENCE, [5, 6, 7], 6)
+
+
+def test_workers_have_different_identities_and_the_same_fingerprint(source: Path, tmp_path: Path) -> None:
+    hellos = [load_worker(settings(source, tmp_path), Reports())[1] for _ in range(2)]
+    assert hellos[0].identity != hellos[1].identity
+    assert hellos[0].fingerprint == hellos[1].fingerprint != ""
+
+
+def test_threads_are_measured_by_default(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    tried: list[int] = []
+    monkeypatch.setattr(load.threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", tried.append)  # a test takes one thread
+    runner, _ = load_worker(settings(source, tmp_path, num_threads=None), Reports())
+    assert {1, 2} <= set(tried)
+    assert runner.threads.decode in (1, 2)
+    assert torch.get_num_threads() == before
+
+
+def test_explicit_threads_and_lengths(source: Path, tmp_path: Path) -> None:
+    runner, hello = load_worker(settings(source, tmp_path, max_model_len=100), Reports())
+    assert (runner.threads.decode, runner.threads.prefill) == (1, 1)
+    assert hello.max_model_len == runner.max_model_len == 100
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_other_dtypes(dtype: str, source: Path, tmp_path: Path) -> None:
+    runner, hello = load_worker(settings(source, tmp_path, dtype=dtype), Reports())
+    assert hello.dtype == dtype
+    assert runner.cache.pool.dtype == load.DTYPES[dtype]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_model_len": 257}, "--max-model-len 257 is more than the 256 tokens"),
+        ({"num_kv_blocks": 2**31 - 1}, r"GiB \(--num-kv-blocks: 2147483647 blocks .* does not fit into"),
+        ({"kv_cache_memory": 1e6}, "does not fit"),
+        ({"kv_cache_memory": 1e-9}, "do not hold one block"),
+        ({"device": "cuda"}, "no CUDA device"),
+        ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str, source: Path, tmp_path: Path) -> None:
+    if changes.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one here")
+    with pytest.raises(ConfigurationError, match=message):
+        load_worker(settings(source, tmp_path, **changes), Reports())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": ["OtherForCausalLM"]}, "OtherForCausalLM is not supported; supported are LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantised by 'awq' are not supported"),
+    ],
+)
+def test_unsupported_models_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = make_source(tmp_path / "model", **config)
+    with pytest.raises(ConfigurationError, match=message):
+        load_worker(settings(model, tmp_path / "cache"), Reports())
+
+
+def test_weights_that_do_not_fit_are_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(load, "load_model", too_large)
+    with pytest.raises(ConfigurationError, match=r"the weights of .* GiB as stored\) do not fit into \d+\.\d+ GiB"):
+        load_worker(settings(source, tmp_path), Reports())
+
+
+def test_sampling_settings_reach_the_sampler(source: Path, tmp_path: Path) -> None:
+    runner, _ = load_worker(settings(source, tmp_path), Reports())
+    driver = PlanDriver(runner)
+    [sequence] = driver.add([5, 6, 7], 3, SamplingParams(temperature=0.0, logprobs=2))
+    driver.run()
+    assert all(result.logprobs.counts.tolist() == [3] for result in driver.results)
+    assert np.isfinite([result.logprobs.values for result in driver.results]).all()
+    assert sequence.done
