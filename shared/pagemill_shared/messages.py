@@ -401,8 +401,8 @@ class IterationPlan(Message):
     """One iteration, as a delta against what the worker already knows.
 
     Carried out in this order: released, joined, forks, new blocks, chosen; then swap-out, swap-in, block copies,
-    forward. Plans are carried out strictly in order of ``iteration``, which counts from 1 in each epoch. Within one list no
-    block is a destination twice, nor both source and destination.
+    forward. Plans are carried out strictly in order of ``iteration``, which counts from 1 in each epoch. Within one
+    list no block is a destination twice, nor both source and destination.
 
     Attributes:
         released: [K] slots that are free from here on.

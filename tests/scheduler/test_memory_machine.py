@@ -1,4 +1,4 @@
-"""Random sequences of everything that can happen, with shrinking: no invariant breaks, nothing is lost, all is freed."""
+"""Random sequences of all that can happen, with shrinking: no invariant breaks, nothing is lost, all is freed."""
 
 from __future__ import annotations
 

@@ -306,7 +306,8 @@ class Simulation:
         """Let everybody work until nothing is left to do; the number of rounds. Fails after ``steps`` rounds."""
         for round_ in range(steps):
             self.tick()
-            if not any([worker.step() for worker in list(self.workers.values())]):
+            stepped = [worker.step() for worker in list(self.workers.values())]
+            if not any(stepped):
                 return round_
         raise AssertionError(f"still busy after {steps} rounds")
 
