@@ -144,6 +144,7 @@ class SubmitRequest(Message):
         handle: the gateway's own number for it, never reused within a gateway's life.
         request_id: what logs and people call it; not a key.
         priority: lower runs first.
+        cache_salt: requests share cached prefixes only with those of the same salt.
     """
 
     epoch: Epoch
@@ -153,6 +154,7 @@ class SubmitRequest(Message):
     prompt_token_ids: Annotated[Int32Array, Int32s(MAX_TOKENS_PER_SEQUENCE, low=0)]
     sampling: Annotated[SamplingParams, Nested(SamplingParams)]
     priority: Annotated[int, Int(-(2**31), INT32_MAX)] = 0
+    cache_salt: Annotated[str, Text(256)] = ""
 
 
 @WIRE.add(19)
@@ -252,6 +254,8 @@ class Delivery(Message):
             earlier than what the gateway already has.
         counts: [K] tokens per entry, may be 0 for a bare finish.
         finishes: [K] FinishReason.
+        cached_tokens: [K] prompt tokens of the request that were found in the prefix cache.
+        scores: [K] of a finished beam hypothesis: log-probabilities over length to the power of the penalty; else 0.
         token_ids: [sum(counts)].
         logprobs: ``rows`` index ``token_ids``.
     """
@@ -263,6 +267,8 @@ class Delivery(Message):
     offsets: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, low=0)] = field(default_factory=_no_int32)
     counts: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, low=0)] = field(default_factory=_no_int32)
     finishes: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, low=0)] = field(default_factory=_no_int32)
+    cached_tokens: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, low=0)] = field(default_factory=_no_int32)
+    scores: Annotated[Float32Array, Float32s(MAX_PLAN_ITEMS)] = field(default_factory=_no_float32)
     token_ids: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, low=0)] = field(default_factory=_no_int32)
     logprobs: Annotated[TokenLogprobs, Nested(TokenLogprobs)] = field(default_factory=TokenLogprobs)
     failures: Annotated[tuple[RequestFailure, ...], Tuple(Nested(RequestFailure), MAX_ROWS)] = ()
@@ -324,7 +330,9 @@ class IterationResult(Message):
 
     Attributes:
         token_ids: first one token per decode row, in the plan's order; then, for each prefill chunk that samples, as
-            many tokens as it asked for. -1 for a faulty row.
+            many tokens as it asked for. -1 for a faulty row. A beam row's token is its best candidate.
+        candidates: for each beam row its ``num_candidates`` (or ``logprobs``, if that is more) best continuations,
+            best first, with their log-probabilities after log-softmax and processors; ``rows`` index ``token_ids``.
         logprobs: ``rows`` index ``token_ids``; only for rows whose sampling parameters ask for them.
     """
 
@@ -332,6 +340,7 @@ class IterationResult(Message):
     iteration: Number
     token_ids: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, low=-1)]
     logprobs: Annotated[TokenLogprobs, Nested(TokenLogprobs)] = field(default_factory=TokenLogprobs)
+    candidates: Annotated[TokenLogprobs, Nested(TokenLogprobs)] = field(default_factory=TokenLogprobs)
     faults: Annotated[tuple[RowFault, ...], Tuple(Nested(RowFault), MAX_ROWS)] = ()
     wait_us: Micros = 0
     copy_us: Micros = 0
@@ -391,9 +400,9 @@ class SequenceJoin(Message):
 class IterationPlan(Message):
     """One iteration, as a delta against what the worker already knows.
 
-    Carried out in this order: released, joined, forks, new blocks; then swap-out, swap-in, block copies, forward.
-    Plans are carried out strictly in order of ``iteration``, which counts from 1 in each epoch. Within one list no
-    block is a destination twice, nor both source and destination.
+    Carried out in this order: released, joined, forks, new blocks, chosen; then swap-out, swap-in, block copies,
+    forward. Plans are carried out strictly in order of ``iteration``, which counts from 1 in each epoch. Within one
+    list no block is a destination twice, nor both source and destination.
 
     Attributes:
         released: [K] slots that are free from here on.
@@ -404,6 +413,7 @@ class IterationPlan(Message):
         swap_out: [K, 2] (device block, host block).
         swap_in: [K, 2] (host block, device block).
         block_copies: [K, 2] (source, destination).
+        chosen: [K, 2] (slot, token): the next token of a beam, chosen by the scheduler, appended to what the slot has.
         decode_rows: [K] slots that compute their newest token and sample one. The newest token may be one that the
             worker sampled in the plan before.
         prefill_chunks: [K, 4] (slot, start, count, samples): compute known tokens start..start+count-1, then sample
@@ -419,6 +429,7 @@ class IterationPlan(Message):
     swap_out: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, columns=2, low=0)] = field(default_factory=_no_pairs)
     swap_in: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, columns=2, low=0)] = field(default_factory=_no_pairs)
     block_copies: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, columns=2, low=0)] = field(default_factory=_no_pairs)
+    chosen: Annotated[Int32Array, Int32s(MAX_ROWS, columns=2, low=0)] = field(default_factory=_no_pairs)
     decode_rows: Annotated[Int32Array, Int32s(MAX_ROWS, low=0)] = field(default_factory=_no_int32)
     prefill_chunks: Annotated[Int32Array, Int32s(MAX_ROWS, columns=4, low=0)] = field(default_factory=_no_quads)
 

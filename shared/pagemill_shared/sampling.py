@@ -7,6 +7,7 @@ preemption, nor on the worker, nor on a restart (design §4).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Annotated
 
 import numpy as np
@@ -19,8 +20,21 @@ MAX_TOKENS = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_SEQUENCES = 128
+"""Most sequences of one request: parallel samples or beams."""
 _NO_IDS = np.zeros(0, np.int32)
 _NO_FLOATS = np.zeros(0, np.float32)
+
+
+class EarlyStopping(IntEnum):
+    """When a beam search ends, as in transformers' ``early_stopping``."""
+
+    HEURISTIC = 0
+    """False: when the best running beam, at its present length, cannot beat the worst finished hypothesis."""
+    WHEN_FULL = 1
+    """True: as soon as there are as many finished hypotheses as beams."""
+    NEVER = 2
+    """"never": only when no running beam can beat the worst finished hypothesis at any length."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +56,10 @@ class SamplingParams(Message):
         eos_token_ids: the model's end tokens from all sources.
         stop_token_ids: the request's own stop tokens.
         logprobs: None, or how many alternatives to report beside the sampled token.
+        n: sequences to return. Without beams, as many are sampled.
+        beam_width: 0, or the number of beams; then nothing is sampled.
+        length_penalty: exponent of the length by which a hypothesis' sum of log-probabilities is divided.
+        early_stopping: see :class:`EarlyStopping`.
     """
 
     temperature: Annotated[float, Float(0.0, 1e4)] = 1.0
@@ -62,6 +80,26 @@ class SamplingParams(Message):
     eos_token_ids: Annotated[Int32Array, Int32s(MAX_STOP_TOKEN_IDS, low=0)] = field(default_factory=lambda: _NO_IDS)
     stop_token_ids: Annotated[Int32Array, Int32s(MAX_STOP_TOKEN_IDS, low=0)] = field(default_factory=lambda: _NO_IDS)
     logprobs: Annotated[int | None, Optional(Int(0, MAX_LOGPROBS))] = None
+    n: Annotated[int, Int(1, MAX_SEQUENCES)] = 1
+    beam_width: Annotated[int, Int(0, MAX_SEQUENCES)] = 0
+    length_penalty: Annotated[float, Float(-100.0, 100.0)] = 1.0
+    early_stopping: Annotated[int, Int(0, 2)] = 0
+
+    @property
+    def width(self) -> int:
+        """Most sequences that run at once: beams, or parallel samples."""
+        return self.beam_width or self.n
+
+    @property
+    def end_token_ids(self) -> Int32Array:
+        """Every token that ends a sequence."""
+        ends = _NO_IDS if self.ignore_eos else self.eos_token_ids
+        return np.unique(np.concatenate([ends, self.stop_token_ids])).astype(np.int32)
+
+    @property
+    def num_candidates(self) -> int:
+        """Continuations that a beam search considers per step: enough to go on if the best ones all end."""
+        return max(2, 1 + len(self.end_token_ids)) * self.beam_width
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -184,6 +184,13 @@ class SchedulingSettings(SettingsGroup):
         2048, ge=1, le=4_194_304, description="most tokens that one iteration computes (prefill chunks included)"
     )
     pipeline_depth: int = Field(2, ge=1, le=2, description="plans in flight per worker")
+    preemption_mode: Literal["auto", "swap", "recompute"] = Field(
+        "auto", description="what becomes of a preempted request's KV blocks; `auto` takes what costs less"
+    )
+    enable_prefix_caching: bool = Field(True, description="reuse KV blocks of prompts that begin alike")
+    priority_aging: float = Field(
+        0.0, ge=0, description="seconds of waiting that outweigh one step of priority; 0 means that none does"
+    )
     check_invariants: bool = Field(False, description="check every invariant of the memory manager after each event")
 
 

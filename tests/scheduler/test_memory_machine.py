@@ -1,4 +1,4 @@
-"""Random sequences of everything that can happen, with shrinking: no invariant breaks, nothing is lost, all is freed."""
+"""Random sequences of all that can happen, with shrinking: no invariant breaks, nothing is lost, all is freed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-
-from pagemill_shared.sampling import SamplingParams
-from pagemill_testing.fake_worker import expected_output
+from pagemill_testing.fake_worker import expected_outputs
 from pagemill_testing.simulation import Simulation, WorkerPeer
+
+from pagemill_shared.messages import SubmitRequest
+from pagemill_shared.sampling import SamplingParams
 
 VOCAB = 1000
 BLOCK = 4
@@ -20,15 +21,21 @@ BLOCK = 4
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    beam_width = draw(st.sampled_from([0, 0, 0, 1, 2, 3]))
+    width = beam_width or draw(st.sampled_from([1, 1, 1, 2, 3, 4]))
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 1.0])),
         seed=draw(st.integers(0, 5)),
-        max_tokens=draw(st.integers(1, 16)),
-        min_tokens=draw(st.integers(0, 4)),
+        max_tokens=draw(st.integers(1, 16 if width == 1 else 8)),
+        min_tokens=0 if beam_width else draw(st.integers(0, 4)),
         ignore_eos=draw(st.booleans()),
         eos_token_ids=np.arange(draw(st.sampled_from([0, 5, 100])), dtype=np.int32),
         stop_token_ids=np.array(draw(st.lists(st.integers(100, 300), max_size=12)), np.int32),
         logprobs=draw(st.sampled_from([None, None, 0])),
+        n=draw(st.integers(1, beam_width)) if beam_width else width,
+        beam_width=beam_width,
+        length_penalty=draw(st.sampled_from([0.0, 1.0, -1.0, 2.0])),
+        early_stopping=draw(st.integers(0, 2)),
     )
 
 
@@ -41,23 +48,42 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.expected: dict[tuple[str, int], list[int]] = {}
+        self.expected: dict[tuple[str, int], list[list[int]]] = {}
+        self.cut: set[tuple[str, int, int]] = set()
         self.joined = 0
 
     @initialize(
-        num_blocks=st.integers(9, 14),
+        num_blocks=st.integers(9, 16),
         depth=st.integers(1, 2),
         seats=st.integers(1, 6),
         budget=st.integers(6, 24),
         watermark=st.sampled_from([0.0, 0.2]),
+        swap_blocks=st.sampled_from([0, 3, 30]),
+        mode=st.sampled_from(["auto", "swap", "swap", "recompute"]),
+        caching=st.booleans(),
+        aging=st.sampled_from([0.0, 1.0]),
     )
-    def start(self, num_blocks: int, depth: int, seats: int, budget: int, watermark: float) -> None:
-        self.num_blocks = num_blocks
+    def start(
+        self,
+        num_blocks: int,
+        depth: int,
+        seats: int,
+        budget: int,
+        watermark: float,
+        swap_blocks: int,
+        mode: str,
+        caching: bool,
+        aging: float,
+    ) -> None:
+        self.num_blocks, self.swap_blocks, self.seats = num_blocks, swap_blocks, min(seats, budget)
         self.simulation = Simulation(
             pipeline_depth=depth,
             max_num_seqs=seats,
             max_num_batched_tokens=budget,
             watermark=watermark,
+            preemption_mode=mode,
+            prefix_caching=caching,
+            priority_aging=aging,
             max_deaths=10_000,
             no_worker_timeout=1e9,
         )
@@ -71,13 +97,21 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule()
     def add_worker(self) -> None:
         self.joined += 1
-        self.simulation.add_worker(f"w{self.joined}", num_blocks=self.num_blocks, block_size=BLOCK)
+        self.simulation.add_worker(
+            f"w{self.joined}", num_blocks=self.num_blocks, num_swap_blocks=self.swap_blocks, block_size=BLOCK
+        )
 
-    @rule(which=st.integers(0, 1), prompt=prompts, sampling=sampling_params(), priority=st.integers(-1, 1))
-    def submit(self, which: int, prompt: list[int], sampling: SamplingParams, priority: int) -> None:
+    @rule(
+        which=st.integers(0, 1),
+        prompt=prompts,
+        sampling=sampling_params(),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "", "pepper"]),
+    )
+    def submit(self, which: int, prompt: list[int], sampling: SamplingParams, priority: int, salt: str) -> None:
         gateway = self.gateways[which]
-        handle = gateway.submit(prompt, sampling, priority)
-        self.expected[gateway.name, handle] = expected_output(prompt, sampling, VOCAB)
+        handle = gateway.submit(prompt, sampling, priority, salt)
+        self.expected[gateway.name, handle] = expected_outputs(prompt, sampling, VOCAB)
 
     @rule(which=st.integers(0, 1), pick=st.integers(0, 1000))
     def abort(self, which: int, pick: int) -> None:
@@ -90,9 +124,15 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1), pick=st.integers(0, 1000))
     def stop_string(self, which: int, pick: int) -> None:
         gateway = self.gateways[which]
-        running = [h for h, answer in gateway.answers.items() if not answer.done]
+        running = [
+            h
+            for h, answer in gateway.answers.items()
+            if not answer.done and 0 not in answer.finishes and not answer.submit.sampling.beam_width
+        ]
         if running:
-            gateway.stop_string(running[pick % len(running)], 0)
+            handle = running[pick % len(running)]
+            gateway.stop_string(handle, 0)
+            self.cut.add((gateway.name, handle, 0))
 
     @rule()
     def tick(self) -> None:
@@ -158,6 +198,14 @@ class MemoryMachine(RuleBasedStateMachine):
     def gateway_reconnects(self, which: int) -> None:
         self.gateways[which].hello()
 
+    def can_ever_fit(self, submit: SubmitRequest) -> bool:
+        """The plain sum: full prompt blocks shared, the rest of each sequence its own."""
+        prompt, width = len(submit.prompt_token_ids), submit.sampling.width
+        limit = prompt + submit.sampling.max_tokens
+        shared = prompt // BLOCK if width > 1 else 0
+        need = shared + width * (-(-limit // BLOCK) - shared)
+        return limit <= self.num_blocks * BLOCK and width <= self.seats and need <= self.num_blocks
+
     def teardown(self) -> None:
         if not hasattr(self, "simulation"):
             return
@@ -168,19 +216,25 @@ class MemoryMachine(RuleBasedStateMachine):
             self.simulation.run()
             self.simulation.beat()
             self.simulation.beat()
+        assert not self.simulation.snapshot()["requests"], "a request was starved"
         for gateway in self.gateways:
             for handle, answer in gateway.answers.items():
                 if answer.stopped:
                     continue
                 if answer.failure is not None:
-                    assert answer.failure.code == "context_length_exceeded", answer.failure
-                    limit = len(answer.submit.prompt_token_ids) + answer.submit.sampling.max_tokens
-                    assert limit > self.num_blocks * BLOCK
+                    assert answer.failure.code in ("context_length_exceeded", "too_many_sequences"), answer.failure
+                    assert not self.can_ever_fit(answer.submit)
                     continue
-                assert answer.tokens[0] == self.expected[gateway.name, handle]
-                assert answer.finishes.keys() == {0}
-                if answer.submit.sampling.logprobs is not None:
-                    assert len(answer.logprobs[0]) == len(answer.tokens[0])
+                sampling = answer.submit.sampling
+                assert answer.finishes.keys() == set(range(sampling.n))
+                for index, tokens in enumerate(self.expected[gateway.name, handle]):
+                    if (gateway.name, handle, index) in self.cut:
+                        have = answer.tokens.get(index, [])
+                        assert have == tokens[: len(have)]
+                        continue
+                    assert answer.tokens[index] == tokens
+                    if sampling.logprobs is not None:
+                        assert len(answer.logprobs[index]) == len(tokens)
         self.simulation.assert_free()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,10 @@ class CoreConfig:
         max_num_seqs: most sequences that one worker runs at once.
         max_num_batched_tokens: token budget of one iteration, prefill chunks included.
         pipeline_depth: plans in flight per worker, 1 or 2.
+        preemption_mode: what happens to the keys and values of a preempted request: ``swap`` to host memory while there
+            is room, ``recompute``, or ``auto``, whatever costs less by the worker's measured rates.
+        prefix_caching: keep full blocks for requests that begin with the same tokens.
+        priority_aging: seconds of waiting that outweigh one step of priority; 0 means that none does.
         watermark: share of a worker's pool that admission leaves free, so that a newcomer is not thrown out by the
             next block that a running sequence needs.
         heartbeat_interval: how often each peer hears from us.
@@ -26,6 +31,9 @@ class CoreConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     pipeline_depth: int = 2
+    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
+    prefix_caching: bool = True
+    priority_aging: float = 0.0
     watermark: float = 0.01
     heartbeat_interval: float = 0.5
     peer_timeout: float = 3.0

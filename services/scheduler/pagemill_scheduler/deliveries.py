@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from pagemill_scheduler.request import LogprobEntry, Request, Sequence
 from pagemill_shared.messages import Delivery, FinishReason, RequestFailure, TokenLogprobs
-from pagemill_shared.schema import Int32Array
+from pagemill_shared.schema import Float32Array, Int32Array
 
 
 def pack_logprobs(rows: list[int], entries: list[LogprobEntry]) -> TokenLogprobs:
@@ -33,6 +33,7 @@ class DeliveryBuilder:
     def reset(self) -> None:
         """Forget what was added."""
         self._columns: list[tuple[Int32Array, ...]] = []
+        self._scores: list[Float32Array] = []
         self._tokens: list[Int32Array] = []
         self._num_tokens = 0
         self._logprob_rows: list[int] = []
@@ -44,16 +45,26 @@ class DeliveryBuilder:
         return bool(self._columns or self._failures or self.ended)
 
     def add_rows(
-        self, handles: Int32Array, sequences: Int32Array, offsets: Int32Array, finishes: Int32Array, tokens: Int32Array
+        self,
+        handles: Int32Array,
+        sequences: Int32Array,
+        offsets: Int32Array,
+        finishes: Int32Array,
+        cached_tokens: Int32Array,
+        tokens: Int32Array,
     ) -> None:
         """[K] entries of one token each."""
-        self._columns.append((handles, sequences, offsets, np.ones(len(tokens), np.int32), finishes))
+        ones = np.ones(len(tokens), np.int32)
+        self._columns.append((handles, sequences, offsets, ones, finishes, cached_tokens))
+        self._scores.append(np.zeros(len(tokens), np.float32))
         self._tokens.append(tokens)
         self._num_tokens += len(tokens)
 
     def add_sequence(self, sequence: Sequence, offset: int, tokens: Int32Array) -> None:
         """Output tokens ``offset`` … of one sequence, with their log-probabilities and its finish as it is now."""
-        entry = (sequence.request.handle, sequence.index, offset, len(tokens), int(sequence.finish))
+        request = sequence.request
+        entry = (request.handle, sequence.index, offset, len(tokens), int(sequence.finish), request.cached_tokens)
+        self._scores.append(np.array([sequence.score], np.float32))
         self._columns.append(tuple(np.array([value], np.int32) for value in entry))
         entries = sequence.logprobs[offset : offset + len(tokens)]
         self._logprob_rows.extend(range(self._num_tokens, self._num_tokens + len(entries)))
@@ -68,8 +79,9 @@ class DeliveryBuilder:
         """The delivery of all that was added, and start anew."""
         arrays: dict[str, Any] = {}
         if self._columns:
-            names = ("handles", "sequences", "offsets", "counts", "finishes")
+            names = ("handles", "sequences", "offsets", "counts", "finishes", "cached_tokens")
             arrays = {name: np.concatenate(c) for name, c in zip(names, zip(*self._columns, strict=True), strict=True)}
+            arrays["scores"] = np.concatenate(self._scores)
             arrays["token_ids"] = np.concatenate(self._tokens)
         delivery = Delivery(
             epoch,

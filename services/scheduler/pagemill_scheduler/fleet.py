@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pagemill_scheduler import lifecycle
 from pagemill_scheduler.events import Peer
-from pagemill_scheduler.pool import BlockPool
+from pagemill_scheduler.pool import BlockPool, HostPool
 from pagemill_scheduler.request import Request
 from pagemill_scheduler.state import State
 from pagemill_scheduler.table import SlotTable
-from pagemill_scheduler.worker import WorkerState, max_length
+from pagemill_scheduler.worker import Notes, WorkerState, max_length
 from pagemill_shared.messages import FleetStatus, WorkerDismissed, WorkerHello, WorkerWelcome
 
 
@@ -23,8 +23,7 @@ def join(state: State, peer: Peer, hello: WorkerHello, now: float) -> None:
         state.send(peer, WorkerDismissed(refusal))
         state.log("error", "worker refused", worker=hello.identity, reason=refusal)
         return
-    table, pool = _fresh(state, hello)
-    worker = WorkerState(peer, hello, now, table, pool, heartbeat_at=now, progress_at=now)
+    worker = WorkerState(peer, hello, now, *_fresh(state, hello), heartbeat_at=now, progress_at=now)
     state.workers[hello.identity] = worker
     state.peers[peer] = worker
     _welcome(state, worker)
@@ -54,9 +53,9 @@ def _refusal(state: State, hello: WorkerHello, others: list[WorkerState]) -> str
     return ""
 
 
-def _fresh(state: State, hello: WorkerHello) -> tuple[SlotTable, BlockPool]:
+def _fresh(state: State, hello: WorkerHello) -> tuple[SlotTable, BlockPool, HostPool]:
     table = SlotTable(state.config.seats, max_length(hello), hello.block_size)
-    return table, BlockPool(hello.num_blocks)
+    return table, BlockPool(hello.num_blocks), HostPool(hello.num_swap_blocks)
 
 
 def _welcome(state: State, worker: WorkerState) -> None:
@@ -72,8 +71,8 @@ def begin_epoch(state: State, worker: WorkerState, reason: str, now: float) -> N
     state.counters.resyncs += 1
     state.log("warning", "worker epoch ended", worker=worker.identity, reason=reason, epoch=worker.outgoing.epoch)
     _requeue(state, worker, f"worker {worker.identity} was resynchronised", died=False)
-    worker.table, worker.pool = _fresh(state, worker.hello)
-    worker.released.clear()
+    worker.table, worker.pool, worker.host = _fresh(state, worker.hello)
+    worker.notes = Notes()
     worker.progress_at = now
     _welcome(state, worker)
 
@@ -119,10 +118,13 @@ def _requests(worker: WorkerState) -> list[Request]:
 def _requeue(state: State, worker: WorkerState, reason: str, *, died: bool) -> None:
     for request in _requests(worker):
         request.deaths += died
-        lifecycle.preempt(state, request, reason, keep_in_flight=False)
+        lifecycle.preempt(state, request, reason, keep_blocks=False)
         if request.deaths >= state.config.max_deaths:
             message = f"{request.deaths} workers died while they ran this request; it is not tried again"
             lifecycle.fail(state, request, "worker_lost", message)
+    for request in state.queue:
+        if request.swapped_to == worker.identity:
+            request.swapped_to = ""  # recomputed; what was parked still says which blocks its sequences shared
     # Tokens on their way for sequences that were preempted before will not come: they are sampled again.
     for flight in worker.flights:
         for sequence in flight.orphans.values():

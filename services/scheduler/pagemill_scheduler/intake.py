@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pagemill_scheduler import lifecycle
+from pagemill_scheduler.beams import BeamSearch
 from pagemill_scheduler.events import Peer
 from pagemill_scheduler.gateway import GatewayState
+from pagemill_scheduler.placement import can_ever_hold
+from pagemill_scheduler.prefix import root_digest
 from pagemill_scheduler.request import Request, Sequence
 from pagemill_scheduler.state import State
 from pagemill_shared.messages import (
@@ -52,6 +55,8 @@ def begin_epoch(state: State, gateway: GatewayState) -> None:
         if request.failure is not None:
             builder.add_failure(request.failure)
             continue
+        if request.beams is not None and not request.beams.done:
+            continue
         for sequence in request.sequences:
             output = state.tokens_of(sequence)[len(request.prompt) :]
             if len(output):
@@ -87,6 +92,8 @@ def submit(state: State, gateway: GatewayState, message: SubmitRequest, now: flo
         message.priority,
         state.next_arrival(),
         now,
+        key=_key(state, message.priority, now),
+        cache_root=root_digest(message.cache_salt),
     )
     refusal = _refusal(state, request)
     if refusal is not None:
@@ -96,9 +103,24 @@ def submit(state: State, gateway: GatewayState, message: SubmitRequest, now: flo
         state.counters.requests_failed += 1
         state.log("info", "request refused", request_id=request.request_id, code=refusal.code, reason=refusal.message)
         return
-    request.sequences.append(Sequence(request, 0, message.prompt_token_ids))
+    if message.sampling.beam_width:
+        request.beams = BeamSearch(message.sampling)
+        request.sequences.append(Sequence(request, 0, message.prompt_token_ids))
+    else:
+        for index in range(message.sampling.n):
+            request.sequences.append(Sequence(request, index, message.prompt_token_ids))
+        request.forked = message.sampling.n == 1
     gateway.requests[message.handle] = request
     state.queue.add(request)
+
+
+def _key(state: State, priority: int, now: float) -> int:
+    """With ageing, a request that came ``priority_aging`` seconds earlier counts as much as one step of priority.
+
+    All waiting requests age alike, so their order never changes and the key can be fixed on arrival.
+    """
+    aging = state.config.priority_aging
+    return int((priority * aging + now) * 1e6) if aging else priority
 
 
 def _refusal(state: State, request: Request) -> RequestFailure | None:
@@ -122,15 +144,28 @@ def _refusal(state: State, request: Request) -> RequestFailure | None:
 
 def never_fits(state: State, request: Request) -> RequestFailure | None:
     """The failure of a request that no ready worker can ever hold, with the numbers."""
-    longest = state.fleet.max_model_len
-    if request.limit <= longest:
+    workers = state.ready_workers()
+    if any(can_ever_hold(state, worker, request) for worker in workers):
         return None
+    sampling = request.sampling
+    longest = max(worker.max_length for worker in workers)
+    if request.limit > longest:
+        message = (
+            f"the request needs up to {request.limit} tokens (prompt {len(request.prompt)} + max_tokens "
+            f"{sampling.max_tokens}), but no worker holds more than {longest}"
+        )
+        param = "prompt" if len(request.prompt) >= longest else "max_tokens"
+        return RequestFailure(request.handle, "context_length_exceeded", message, param)
+    param = "beam_width" if sampling.beam_width else "n"
+    if sampling.width > state.config.seats:
+        message = f"{sampling.width} sequences at once were asked for, but a worker runs at most {state.config.seats}"
+        return RequestFailure(request.handle, "too_many_sequences", message, param)
+    worker = max(workers, key=lambda w: w.pool.num_blocks)
     message = (
-        f"the request needs up to {request.limit} tokens (prompt {len(request.prompt)} + max_tokens "
-        f"{request.sampling.max_tokens}), but no worker holds more than {longest}"
+        f"{sampling.width} sequences of up to {request.limit} tokens need {worker.most_blocks(request)} blocks of "
+        f"{worker.block_size} tokens, but the largest pool has {worker.pool.num_blocks}"
     )
-    param = "prompt" if len(request.prompt) >= longest else "max_tokens"
-    return RequestFailure(request.handle, "context_length_exceeded", message, param)
+    return RequestFailure(request.handle, "too_many_sequences", message, param)
 
 
 def abort(state: State, gateway: GatewayState, handle: int) -> None:
@@ -149,8 +184,14 @@ def sequence_finished(state: State, gateway: GatewayState, message: SequenceFini
     if request is None or message.sequence >= len(request.sequences):
         state.counters.ignored_messages += 1
         return
-    request.sequences[message.sequence].finish = FinishReason.STOP_TOKEN
-    if all(sequence.finish is not FinishReason.NOT_FINISHED for sequence in request.sequences):
+    sequence = request.sequences[message.sequence]
+    if request.beams is not None or sequence.finished:
+        state.counters.ignored_messages += 1  # the outputs of a beam search are delivered when all of it is over
+        return
+    sequence.finish = FinishReason.STOP_TOKEN
+    if request.unfinished:
+        lifecycle.finish_sequence(state, sequence)
+    else:
         state.counters.requests_finished += 1
         lifecycle.end(state, request, acknowledge=False)
 

@@ -1,64 +1,136 @@
-"""The moves of a request: start, preempt, end. Each leaves queues, slots and blocks consistent."""
+"""The moves of a running or waiting request: preempt, finish a sequence, end, fail. Starting is in ``admission``."""
 
 from __future__ import annotations
 
-from pagemill_scheduler.request import Request, Sequence, Status
+from pagemill_scheduler.request import Parked, Request, Sequence, Status
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
 from pagemill_shared.messages import RequestFailure
-from pagemill_shared.schema import Int32Array
 
 
-def start(state: State, worker: WorkerState, request: Request, now: float) -> Int32Array:
-    """Move a waiting request onto ``worker``, with blocks for all of its known tokens.
-
-    The whole sequence gets its blocks at once: were they handed out chunk by chunk, a long prompt could be thrown
-    out half-way, over and over. Returns the blocks.
-    """
-    state.queue.remove(request)
-    request.move(Status.RUNNING)
-    request.worker = worker.identity
-    request.waits_for = ""
-    if request.started_at is None:
-        request.started_at = now
-        state.counters.prompt_tokens += len(request.prompt)
-    [sequence] = request.sequences
-    blocks = worker.pool.allocate(worker.blocks_for(len(sequence.tokens)))
-    worker.table.join(sequence, blocks)
-    return blocks
-
-
-def preempt(state: State, request: Request, why: str, *, keep_in_flight: bool = True) -> None:
+def preempt(state: State, request: Request, why: str, *, keep_blocks: bool = True) -> str:
     """Take a running request off its worker, all its sequences at once, and queue it where its arrival puts it.
 
-    Its keys and values are dropped: when it starts again they are recomputed from its tokens (paper §4.5).
+    Its keys and values are swapped to host memory or dropped and recomputed later (paper §4.5). With ``keep_blocks``
+    False the worker is lost: nothing can be swapped, and tokens on their way never arrive. Returns what was done:
+    ``swap`` or ``recompute``.
     """
     worker = state.workers[request.worker]
-    for sequence in _running(request):
-        recompute = int(worker.table.computed[sequence.slot])
-        request.recomputed_tokens += recompute
-        state.counters.recomputed_tokens += recompute
-        worker.vacate(sequence.slot, keep_in_flight=keep_in_flight)
+    table = worker.table
+    running = [sequence for sequence in request.sequences if sequence.slot >= 0]
+    if request.beams is not None:
+        # A step of a beam search moves all its beams, so it is taken back as a whole and repeated later.
+        for sequence in running:
+            table.computed[sequence.slot] -= table.pending[sequence.slot]
+    filled = [sequence for sequence in running if table.computed[sequence.slot] > 0]
+    for sequence in filled:
+        computed = int(table.computed[sequence.slot])
+        blocks = table.blocks_of(sequence.slot)[: worker.blocks_for(computed)]
+        sequence.parked = Parked(blocks.tolist(), computed)
+    swap = keep_blocks and _should_swap(state, worker, request, filled)
+    if swap:
+        _swap_out(state, worker, request, filled)
+    for sequence in running:
+        worker.vacate(sequence.slot, keep_in_flight=keep_blocks and request.beams is None)
+    worker.take_seats(request, 0)
     request.move(Status.WAITING)
     request.worker = ""
-    request.preemptions += 1
     request.waits_for = why
     state.queue.add(request)
+    return "swap" if swap else "recompute"
+
+
+def _should_swap(state: State, worker: WorkerState, request: Request, filled: list[Sequence]) -> bool:
+    mode = state.config.preemption_mode
+    if mode == "recompute" or not filled:
+        return False
+    if any(worker.table.gated(sequence.slot) for sequence in filled):
+        return False  # blocks that it shares are being recomputed and hold nothing yet
+    blocks = {block for s in filled if s.parked for block in s.parked.blocks}
+    if len(blocks) > worker.host.num_available:
+        return False
+    if mode == "swap":
+        return True
+    hello = worker.hello
+    moving = 2 * len(blocks) * hello.block_bytes / max(hello.swap_bytes_per_s, 1.0)
+    recomputing = len(blocks) * worker.block_size / max(hello.prefill_tokens_per_s, 1.0)
+    return moving < recomputing
+
+
+def _swap_out(state: State, worker: WorkerState, request: Request, filled: list[Sequence]) -> None:
+    """Move the blocks of ``filled`` to host memory, each shared block once; no device reference is kept."""
+    device = list(dict.fromkeys(block for s in filled if s.parked for block in s.parked.blocks))
+    host = worker.host.allocate(len(device)).tolist()
+    to_host = dict(zip(device, host, strict=True))
+    for sequence in filled:
+        assert sequence.parked is not None
+        sequence.parked = Parked([to_host[block] for block in sequence.parked.blocks], sequence.parked.computed)
+    worker.notes.swap_out.extend(to_host.items())
+    request.swapped_to = worker.identity
+    request.swapped_bytes += len(device) * worker.hello.block_bytes
+    state.counters.swapped_out_blocks += len(device)
+
+
+def _release_host(state: State, request: Request, leaving: list[Sequence]) -> None:
+    """Free the host blocks that only ``leaving`` sequences of a swapped request refer to."""
+    worker = state.workers[request.swapped_to]
+    kept = {b for s in request.unfinished if s.parked and s not in leaving for b in s.parked.blocks}
+    freed = {b for s in leaving if s.parked for b in s.parked.blocks} - kept
+    # A swap-out that no plan has carried yet would write to a block that may be given away.
+    worker.notes.swap_out = [pair for pair in worker.notes.swap_out if pair[1] not in freed]
+    worker.host.release(sorted(freed), after_plan=False)
+    for sequence in leaving:
+        sequence.parked = None
+
+
+def finish_sequence(state: State, sequence: Sequence) -> None:
+    """A sequence has ended (its ``finish`` is set): free what it alone owns; its siblings go on."""
+    request = sequence.request
+    if sequence.slot >= 0:
+        worker = state.workers[request.worker]
+        table = worker.table
+        slot = sequence.slot
+        dependents = [s for s in request.unfinished if s.slot >= 0 and table.gate[s.slot] == slot]
+        stuck = any(table.gated(s.slot) for s in dependents)
+        forks_later = not request.forked and not table.is_idle(slot)
+        worker.vacate(slot, keep_in_flight=False)
+        worker.take_seats(request, request.seats - 1)
+        if stuck or forks_later:
+            preempt(state, request, "a sequence that its siblings waited for has ended")
+    elif request.swapped_to:
+        _release_host(state, request, [sequence])
 
 
 def end(state: State, request: Request, *, acknowledge: bool) -> None:
     """Free all that a request owns and forget it; with ``acknowledge``, only once its gateway has heard of its end."""
     if request.status is Status.RUNNING:
         worker = state.workers[request.worker]
-        for sequence in _running(request):
-            worker.vacate(sequence.slot, keep_in_flight=False)
+        for sequence in request.sequences:
+            if sequence.slot >= 0:
+                worker.vacate(sequence.slot, keep_in_flight=False)
+        worker.take_seats(request, 0)
     elif request.status is Status.WAITING:
         state.queue.remove(request)
+        if request.swapped_to:
+            _release_host(state, request, list(request.sequences))
+            request.swapped_to = ""
     request.move(Status.ENDED)
     request.worker = ""
     del request.gateway.requests[request.handle]
     if acknowledge:
         request.gateway.delivery.ended.append(request)
+    state.log(
+        "info",
+        "request ended",
+        request_id=request.request_id,
+        outcome="failed" if request.failure else "finished" if not request.unfinished else "aborted",
+        prompt_tokens=len(request.prompt),
+        output_tokens=[len(sequence.tokens) - len(request.prompt) for sequence in request.sequences],
+        cached_tokens=request.cached_tokens,
+        preemptions=request.preemptions,
+        recomputed_tokens=request.recomputed_tokens,
+        swapped_bytes=request.swapped_bytes,
+    )
 
 
 def fail(state: State, request: Request, code: str, message: str, param: str = "") -> None:
@@ -68,7 +140,3 @@ def fail(state: State, request: Request, code: str, message: str, param: str = "
     state.counters.requests_failed += 1
     state.log("warning", "request failed", request_id=request.request_id, code=code, reason=message)
     end(state, request, acknowledge=True)
-
-
-def _running(request: Request) -> list[Sequence]:
-    return [sequence for sequence in request.sequences if sequence.slot >= 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagemill_scheduler.admission import blocks_to_start, cached_blocks
 from pagemill_scheduler.request import Request
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
@@ -21,45 +22,64 @@ class Claims:
 
     def claim(self, worker: WorkerState, request: Request) -> None:
         name = worker.identity
-        self._seats[name] = self._seats.get(name, 0) + len(request.sequences)
-        self._blocks[name] = self._blocks.get(name, 0) + blocks_to_start(worker, request)
+        self._seats[name] = self._seats.get(name, 0) + request.sampling.width
+        self._blocks[name] = self._blocks.get(name, 0) + blocks_to_start(self._state, worker, request)
 
     def place(self, request: Request) -> tuple[WorkerState | None, str]:
-        """The least loaded worker that has a seat and blocks for ``request`` now, or None and the reason."""
+        """The worker for ``request`` among those with a seat and blocks for it now, or None and the reason.
+
+        The one that caches most of its prompt, unless another is so much less loaded that computing the prompt anew
+        costs less than waiting; then the least loaded. A swapped request can only go to the worker that holds it.
+        """
         best: WorkerState | None = None
-        best_load = 0.0
+        best_cost = 0.0
         why = "no worker is ready"
-        for worker in self._state.ready_workers():
-            if request.limit > worker.max_length:
+        workers = self._state.ready_workers()
+        for worker in workers:
+            if request.swapped_to and worker.identity != request.swapped_to:
+                continue
+            if not can_ever_hold(self._state, worker, request):
                 continue
             refusal = self._refusal(worker, request)
             if refusal:
                 why = refusal
                 continue
-            load = self._load(worker)
-            if best is None or load < best_load:
-                best, best_load = worker, load
+            cost = self._load(worker)
+            if len(workers) > 1:
+                cost -= self._cached_share(worker, request)
+            if best is None or cost < best_cost:
+                best, best_cost = worker, cost
         return best, why
 
     def _refusal(self, worker: WorkerState, request: Request) -> str:
         """Why ``worker`` cannot start ``request`` now; empty if it can."""
-        running = len(worker.table) + self._seats.get(worker.identity, 0)
+        taken = worker.seats_taken + self._seats.get(worker.identity, 0)
         seats = self._state.config.seats
-        if running + len(request.sequences) > seats:
-            return f"a seat: {running} of {seats} are taken"
-        need = blocks_to_start(worker, request)
+        if taken + request.sampling.width > seats:
+            return f"seats: it needs {request.sampling.width}, {taken} of {seats} are taken"
+        need = blocks_to_start(self._state, worker, request)
         free = worker.pool.num_free - self._blocks.get(worker.identity, 0)
         # An idle worker takes whatever fits, or a request of the pool's size would wait for ever.
-        reserve = int(self._state.config.watermark * worker.pool.num_blocks) if running else 0
+        reserve = int(self._state.config.watermark * worker.pool.num_blocks) if taken else 0
         if need + reserve > free:
             return f"blocks: it needs {need} and {reserve} stay in reserve, {free} are free"
         return ""
 
     def _load(self, worker: WorkerState) -> float:
-        seats = (len(worker.table) + self._seats.get(worker.identity, 0)) / self._state.config.seats
+        seats = (worker.seats_taken + self._seats.get(worker.identity, 0)) / self._state.config.seats
         blocks = (worker.pool.num_used + self._blocks.get(worker.identity, 0)) / worker.pool.num_blocks
         return max(seats, blocks)
 
+    def _cached_share(self, worker: WorkerState, request: Request) -> float:
+        """Share of the request's tokens that the worker's prefix cache holds."""
+        sequence = request.unfinished[0]
+        return len(cached_blocks(self._state, worker, sequence)) * worker.block_size / len(sequence.tokens)
 
-def blocks_to_start(worker: WorkerState, request: Request) -> int:
-    return sum(worker.blocks_for(len(sequence.tokens)) for sequence in request.sequences)
+
+def can_ever_hold(state: State, worker: WorkerState, request: Request) -> bool:
+    """Whether the worker, were it empty, could run ``request`` to its end."""
+    return (
+        request.limit <= worker.max_length
+        and request.sampling.width <= state.config.seats
+        and worker.most_blocks(request) <= worker.pool.num_blocks
+    )

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from pagemill_scheduler import lifecycle, placement
+from pagemill_scheduler import admission, lifecycle, naming, placement
 from pagemill_scheduler.request import Request
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import Flight, WorkerState
 from pagemill_shared.messages import IterationPlan, SequenceJoin
 from pagemill_shared.schema import Int32Array
 
-Chunk = tuple[int, int, int, int]
-"""(slot, start, count, samples), a row of IterationPlan.prefill_chunks."""
+_NO_SLOTS = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True)
+class Draft:
+    """The plan being made. ``chunks`` are (slot, start, count, samples), as in IterationPlan.prefill_chunks.
+
+    Attributes:
+        entries: the slots behind the tokens that the chunks sample.
+    """
+
+    budget: int
+    rows: Int32Array = field(default_factory=lambda: _NO_SLOTS)
+    new_blocks: list[Int32Array] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    chunks: list[tuple[int, int, int, int]] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    joined: list[SequenceJoin] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
 
 
 def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | None:
@@ -23,119 +42,194 @@ def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | 
     Decode rows come first and take one token of the budget each; what is left goes to prefill chunks in order of
     arrival, then to newcomers. So a long prompt never stalls running streams.
     """
+    draft = Draft(state.config.max_num_batched_tokens)
+    if not worker.leaving:
+        _make_way(state, worker)
+    _decode(state, worker, draft)
+    for slot in _prefilling(worker):
+        if not draft.budget:
+            break
+        _add_chunk(state, worker, slot, draft)
+    if not worker.leaving:
+        for request in _newcomers(state, worker, draft):
+            arrival = admission.start(state, worker, request, now)
+            draft.joined.extend(arrival.joined)
+            draft.swap_in.extend(arrival.swap_in)
+            _run_newcomers(state, worker, arrival.joined, draft)
+    if not len(draft.rows) and not draft.chunks and not draft.joined:
+        return None
+    return _dispatch(worker, draft, now)
+
+
+def _decode(state: State, worker: WorkerState, draft: Draft) -> None:
     table, pool = worker.table, worker.pool
-    rows, growing = _make_room(state, worker, now)
-    new_blocks = np.empty((len(growing), 3), np.int32)
-    new_blocks[:, 0] = growing
-    new_blocks[:, 1] = table.num_blocks[growing]
-    new_blocks[:, 2] = pool.allocate(len(growing))
-    table.blocks[growing, new_blocks[:, 1]] = new_blocks[:, 2]
-    table.num_blocks[growing] += 1
+    rows, growing, shared = _make_room(state, worker)
+    if len(growing):
+        blocks = pool.allocate(len(growing))
+        positions = table.num_blocks[growing]
+        table.blocks[growing, positions] = blocks
+        table.num_blocks[growing] += 1
+        draft.new_blocks.append(np.stack([growing, positions, blocks], axis=1))
+    for slot in shared.tolist():
+        _copy_on_write(state, worker, slot, draft)
     table.computed[rows] += 1
     table.pending[rows] += 1
-
-    budget = state.config.max_num_batched_tokens - len(rows)
-    chunks: list[Chunk] = []
-    for slot in _prefilling(worker):
-        if budget == 0:
-            break
-        budget -= _add_chunk(worker, slot, budget, chunks)
-    joined: list[SequenceJoin] = []
-    if not worker.leaving:
-        for request in _newcomers(state, worker, budget, now):
-            joined.append(_join(state, worker, request, now))
-            budget -= _add_chunk(worker, joined[-1].slot, budget, chunks)
-            if budget == 0:
-                break
-
-    if not len(rows) and not chunks:
-        return None
-    released = np.array(worker.released, np.int32)
-    worker.released.clear()
-    worker.num_plans += 1
-    prefill_chunks = np.array(chunks, np.int32).reshape(-1, 4)
-    sampling_slots = prefill_chunks[prefill_chunks[:, 3] > 0, 0]
-    plan = IterationPlan(
-        epoch=worker.outgoing.epoch,
-        iteration=worker.outgoing.next(),
-        released=released,
-        joined=tuple(joined),
-        new_blocks=new_blocks,
-        decode_rows=rows,
-        prefill_chunks=prefill_chunks,
-    )
-    num_tokens = len(rows) + int(prefill_chunks[:, 2].sum())
-    if not worker.flights:
-        worker.progress_at = now
-    worker.flights.append(Flight(plan.iteration, np.concatenate([rows, sampling_slots]), num_tokens, now))
-    return plan
+    draft.rows = rows
+    draft.budget -= len(rows)
 
 
-def _make_room(state: State, worker: WorkerState, now: float) -> tuple[Int32Array, Int32Array]:
-    """The rows that decode now, and those among them that need one more block, of which enough are free.
+def _make_room(state: State, worker: WorkerState) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """The rows that decode now; those of them that need one more block; those that write to a shared block.
 
-    While too few are, the request that comes last in order is preempted, whether it needs a block or not. The first
-    in order always goes on: alone, every admitted request fits the pool.
+    While there are too few free blocks, the request that comes last in order is preempted, whether it needs a block or
+    not. The first in order always goes on: alone, every admitted request fits the pool.
     """
     table, pool = worker.table, worker.pool
     while True:
         order = table.order()
+        if not len(order):
+            return order, order, order
         length = table.length[order] + table.pending[order]
         computed = table.computed[order]
-        # A row whose last token is already on its way (pending up to its limit) sits this plan out.
+        # A row whose last token is already on its way (pending up to its limit) sits this plan out, and so does a
+        # beam whose step is out: all beams of a request step together.
         ready = (length - computed == 1) & (length < table.limit[order])
+        if table.num_beams or table.num_gates:
+            ready = _hold_back(worker, order, ready)
         rows = order[ready]
-        growing = rows[computed[ready] // table.block_size >= table.num_blocks[rows]]
-        if len(growing) <= pool.num_free:
-            return rows, growing
+        position = computed[ready] // table.block_size
+        grows = position >= table.num_blocks[rows]
+        growing = rows[grows]
+        writers, targets = rows[~grows], table.blocks[rows[~grows], position[~grows]]
+        several = pool.refs[targets] > 1
+        shared = writers[several]
+        need = len(growing) + (_copies_needed(worker, targets[several]) if len(shared) else 0)
+        if need <= pool.num_free:
+            return rows, growing, shared
         victim = table.sequence(int(order[-1])).request
-        why = f"preempted: {len(growing)} blocks were needed, {pool.num_free} were free"
-        lifecycle.preempt(state, victim, why)
-        worker.num_preemptions += 1
-        state.counters.preemptions += 1
-        state.log(
-            "info",
-            "preempted",
-            request_id=victim.request_id,
-            worker=worker.identity,
-            mode="recompute",
-            needed_blocks=len(growing),
-            free_blocks=pool.num_free,
-        )
+        preempt_for(state, worker, victim, f"{need} blocks were needed to go on, {pool.num_free} were free")
+
+
+def _hold_back(worker: WorkerState, order: Int32Array, ready: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """``ready`` without rows at a closed gate, and without beams whose request has a beam that is not ready."""
+    table = worker.table
+    for slot in np.flatnonzero(table.gate >= 0).tolist():
+        table.gated(slot)
+    ready = ready & (table.gate[order] < 0) & ~(table.beam[order] & (table.pending[order] > 0))
+    beam, request = table.beam[order], table.arrival[order]
+    lagging = np.unique(request[beam & ~ready])
+    return ready & ~(beam & np.isin(request, lagging))
+
+
+def preempt_for(state: State, worker: WorkerState, victim: Request, why: str) -> None:
+    """Preempt ``victim`` so that others can go on, and leave word of it."""
+    victim.preemptions += 1
+    worker.num_preemptions += 1
+    state.counters.preemptions += 1
+    mode = lifecycle.preempt(state, victim, f"preempted: {why}")
+    state.log("info", "preempted", request_id=victim.request_id, worker=worker.identity, mode=mode, reason=why)
+
+
+def _copies_needed(worker: WorkerState, targets: Int32Array) -> int:
+    """Copies that make every write to ``targets`` (with repetitions) private: all but the last owner's."""
+    blocks, writers = np.unique(targets, return_counts=True)
+    return int(np.minimum(writers, worker.pool.refs[blocks] - 1).sum())
+
+
+def _copy_on_write(state: State, worker: WorkerState, slot: int, draft: Draft) -> None:
+    """Before ``slot`` writes to its next position: copy that block, unless all others have left it (paper §4.4)."""
+    table, pool = worker.table, worker.pool
+    position = int(table.computed[slot]) // table.block_size
+    source = int(table.blocks[slot, position])
+    if pool.refs[source] == 1:
+        return
+    target = int(pool.allocate(1)[0])
+    pool.release(np.array([source], np.int32))
+    table.blocks[slot, position] = target
+    draft.copies.append((source, target))
+    draft.new_blocks.append(np.array([[slot, position, target]], np.int32))
+    state.counters.copied_blocks += 1
 
 
 def _prefilling(worker: WorkerState) -> list[int]:
     """Slots with more than one known token to compute, first to be served first."""
-    order = worker.table.order()
-    left = worker.table.length[order] + worker.table.pending[order] - worker.table.computed[order]
+    table = worker.table
+    order = table.order()
+    left = table.length[order] + table.pending[order] - table.computed[order]
     return [int(slot) for slot in order[left > 1]]
 
 
-def _add_chunk(worker: WorkerState, slot: int, budget: int, chunks: list[Chunk]) -> int:
-    """Compute as many of the slot's known tokens as the budget allows; sample behind the last. Returns the tokens."""
+def _add_chunk(state: State, worker: WorkerState, slot: int, draft: Draft) -> None:
+    """Compute as many of the slot's known tokens as the budget allows; sample behind the last."""
     table = worker.table
+    if table.gated(slot):
+        return
     start = int(table.computed[slot])
-    count = min(int(table.length[slot]) - start, budget)
-    samples = int(start + count == table.length[slot])
+    last = int(table.length[slot])
+    beams = table.sequence(slot).request.beams
+    if beams is not None and beams.steps:
+        last -= 1  # running beams sample together, as decode rows, once all of them have come this far
+    count = min(last - start, draft.budget)
+    if count <= 0:
+        return
     table.computed[slot] += count
-    table.pending[slot] += samples
-    chunks.append((slot, start, count, samples))
-    return count
+    draft.budget -= count
+    samples = _sample_after_prompt(worker, slot, draft) if start + count == table.length[slot] else 0
+    draft.chunks.append((slot, start, count, samples))
+    if state.config.prefix_caching:
+        naming.name_slot(worker, slot)
 
 
-def _newcomers(state: State, worker: WorkerState, budget: int, now: float) -> Iterator[Request]:
+def _sample_after_prompt(worker: WorkerState, slot: int, draft: Draft) -> int:
+    """The row samples its next token; the first row of a group samples one for each sequence, and forks."""
+    table = worker.table
+    sequence = table.sequence(slot)
+    request = sequence.request
+    slots = [slot]
+    if not request.forked and request.beams is None:
+        for sibling in request.unfinished:
+            if sibling is not sequence:
+                table.fork(slot, sibling.slot)
+                worker.pool.share(table.blocks_of(slot))
+                worker.notes.forks.append((slot, sibling.slot, sibling.index))
+                slots.append(sibling.slot)
+        request.forked = True
+    table.pending[slots] += 1
+    draft.entries.extend(slots)
+    return len(slots)
+
+
+def _run_newcomers(state: State, worker: WorkerState, joined: list[SequenceJoin], draft: Draft) -> None:
+    """Let those who have just joined run in the same plan as far as the budget goes.
+
+    A sequence that comes back with one token left to compute decodes with the others from the next plan on, where it
+    is seen to that it writes to no shared block.
+    """
+    table = worker.table
+    for join in joined:
+        resumed = len(join.token_ids) > join.prompt_length
+        if draft.budget and table.length[join.slot] - table.computed[join.slot] > int(resumed):
+            _add_chunk(state, worker, join.slot, draft)
+
+
+def _newcomers(state: State, worker: WorkerState, draft: Draft) -> Iterator[Request]:
     """Waiting requests to start on this worker now, in order. The caller starts each before it takes the next.
 
-    Strictly in order: one that does not fit yet holds up those behind it, or a long request would starve.
+    Strictly in order: one that does not fit yet holds up those behind it, or a long request would starve. While
+    requests are preempted, nothing of equal or lower priority that came later starts before them.
     """
-    if budget == 0:
+    if not len(state.queue):
         return
     claims = placement.Claims(state)
     for request in list(state.queue):
+        if not draft.budget:
+            return
         if request.in_flight:
             request.waits_for = "results of plans that were in flight when it was preempted"
             return
         target, why = claims.place(request)
+        if target is None and request.swapped_to and request.swapped_to != worker.identity:
+            continue  # it waits for the worker that holds it, not for this one
         if target is None:
             request.waits_for = why
             return
@@ -146,15 +240,57 @@ def _newcomers(state: State, worker: WorkerState, budget: int, now: float) -> It
             request.waits_for = f"the next plan of worker {target.identity}"
 
 
-def _join(state: State, worker: WorkerState, request: Request, now: float) -> SequenceJoin:
-    blocks = lifecycle.start(state, worker, request, now)
-    [sequence] = request.sequences
-    return SequenceJoin(
-        slot=sequence.slot,
-        sequence=sequence.index,
-        prompt_length=len(request.prompt),
-        computed=0,
-        token_ids=sequence.tokens,
-        block_table=blocks,
-        sampling=request.sampling,
+def _make_way(state: State, worker: WorkerState) -> None:
+    """Preempt running requests of strictly lower priority if that lets the first waiting one start here.
+
+    Equal priority never preempts for a newcomer.
+    """
+    request = next(iter(state.queue), None)
+    if request is None or request.in_flight or worker.lowest_priority <= request.priority:
+        return
+    if not placement.can_ever_hold(state, worker, request) or placement.Claims(state).place(request)[0] is not None:
+        return
+    running = {id(s.request): s.request for s in worker.table.sequences()}
+    lower = [r for r in running.values() if r.priority > request.priority and r.rank > request.rank]
+    victims = sorted(lower, key=lambda r: r.rank, reverse=True)
+    seats = state.config.seats - worker.seats_taken
+    blocks = worker.pool.num_free
+    need = admission.blocks_to_start(state, worker, request)
+    chosen: list[Request] = []
+    for victim in victims:
+        if seats >= request.sampling.width and blocks >= need:
+            break
+        chosen.append(victim)
+        seats += victim.seats
+        owned = np.concatenate([worker.table.blocks_of(s.slot) for s in victim.sequences if s.slot >= 0])
+        blocks += int((worker.pool.refs[np.unique(owned)] == np.unique(owned, return_counts=True)[1]).sum())
+    if seats >= request.sampling.width and blocks >= need:
+        for victim in chosen:
+            preempt_for(state, worker, victim, f"request {request.request_id} has priority")
+
+
+def _dispatch(worker: WorkerState, draft: Draft, now: float) -> IterationPlan:
+    notes = worker.notes
+    worker.num_plans += 1
+    chunks = np.array(draft.chunks, np.int32).reshape(-1, 4)
+    plan = IterationPlan(
+        epoch=worker.outgoing.epoch,
+        iteration=worker.outgoing.next(),
+        released=np.array(notes.released, np.int32),
+        joined=tuple(draft.joined),
+        forks=np.array(notes.forks, np.int32).reshape(-1, 3),
+        new_blocks=np.concatenate(draft.new_blocks) if draft.new_blocks else np.zeros((0, 3), np.int32),
+        chosen=np.array(list(notes.chosen.items()), np.int32).reshape(-1, 2),
+        swap_out=np.array(notes.swap_out, np.int32).reshape(-1, 2),
+        swap_in=np.array(draft.swap_in, np.int32).reshape(-1, 2),
+        block_copies=np.array(draft.copies, np.int32).reshape(-1, 2),
+        decode_rows=draft.rows,
+        prefill_chunks=chunks,
     )
+    worker.told()
+    if not worker.flights:
+        worker.progress_at = now
+    slots = np.concatenate([draft.rows, np.array(draft.entries, np.int32)]) if draft.entries else draft.rows
+    num_tokens = len(draft.rows) + int(chunks[:, 2].sum())
+    worker.flights.append(Flight(plan.iteration, slots, num_tokens, now))
+    return plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import islice
 
+from pagemill_scheduler import waste
 from pagemill_scheduler.request import Request, Status
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
@@ -24,6 +25,7 @@ def snapshot(state: State, now: float) -> dict[str, object]:
             "num_requests_running": running,
             "num_requests_waiting": len(state.queue),
             "kv_cache_usage_perc": used / total if total else 0.0,
+            "num_requests_swapped": sum(1 for request in state.queue if request.swapped_to),
             "num_preemptions_total": counters.pop("preemptions_total"),
             **counters,
         },
@@ -61,23 +63,30 @@ def _worker(worker: WorkerState, now: float) -> dict[str, object]:
             "total": pool.num_blocks,
             "used": pool.num_used,
             "free": pool.num_free,
+            "evictable": pool.num_evictable,
             "bytes_each": hello.block_bytes,
         },
+        "swap_blocks": {"total": worker.host.num_blocks, "free": worker.host.num_free},
+        "waste": asdict(waste.measure(worker)),
     }
 
 
 def _request(state: State, request: Request, now: float) -> dict[str, object]:
-    output = sum(len(state.tokens_of(s)) - len(request.prompt) for s in request.sequences)
+    output = sum(max(len(state.tokens_of(s)) - len(request.prompt), 0) for s in request.sequences)
     return {
         "request_id": request.request_id,
         "status": request.status.value,
         "worker": request.worker or None,
         "waits_for": request.waits_for or None,
+        "sequences": len(request.sequences),
         "priority": request.priority,
         "age_seconds": round(now - request.arrived_at, 3),
         "prompt_tokens": len(request.prompt),
         "output_tokens": output,
         "preemptions": request.preemptions,
+        "cached_tokens": request.cached_tokens,
         "recomputed_tokens": request.recomputed_tokens,
+        "swapped_bytes": request.swapped_bytes,
+        "swapped_out": bool(request.swapped_to),
         "worker_deaths": request.deaths,
     }

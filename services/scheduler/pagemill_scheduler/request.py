@@ -13,6 +13,7 @@ from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.schema import Float32Array, Int32Array
 
 if TYPE_CHECKING:
+    from pagemill_scheduler.beams import BeamSearch
     from pagemill_scheduler.gateway import GatewayState
 
 
@@ -47,6 +48,20 @@ class LogprobEntry:
     values: Float32Array
 
 
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """The block table of a preempted sequence.
+
+    Attributes:
+        blocks: host blocks if the request was swapped out. After a preemption by recomputation the device blocks that
+            it had: they are no longer its own, and only say which blocks the sequences of a group shared.
+        computed: leading tokens whose keys and values stood there.
+    """
+
+    blocks: list[int]
+    computed: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One output of a request.
@@ -59,6 +74,9 @@ class Sequence:
         slot: its row on the request's worker, -1 without one.
         in_flight: tokens of plans that were in flight when it was preempted; their results still count.
         logprobs: one entry per output token where the request asks for them.
+        digests: names of its leading full blocks, as far as they were needed.
+        parked: where its keys and values were when the request was preempted.
+        score: of a finished beam hypothesis.
     """
 
     request: Request
@@ -68,6 +86,13 @@ class Sequence:
     in_flight: int = 0
     finish: FinishReason = FinishReason.NOT_FINISHED
     logprobs: list[LogprobEntry] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    parked: Parked | None = None
+    score: float = 0.0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish is not FinishReason.NOT_FINISHED
 
     def append(self, token: int) -> None:
         """Add an output token; only for a sequence without a slot."""
@@ -81,6 +106,12 @@ class Request:
     Attributes:
         arrival: running number of arrival, unique; orders requests of equal priority.
         worker: identity of the worker that runs it, empty otherwise.
+        swapped_to: identity of the worker whose host memory holds it, empty otherwise.
+        seats: slots that it holds or has reserved on its worker.
+        forked: its sequences have gone their own ways.
+        beams: the state of its beam search.
+        key: orders requests: lower first; ``arrival`` breaks ties.
+        cached_tokens: prompt tokens found in the prefix cache when it first started.
         deaths: workers that died while they ran it.
         waits_for: why it is not running, for people.
         failure: the error that it ended with.
@@ -94,20 +125,32 @@ class Request:
     priority: int
     arrival: int
     arrived_at: float
+    key: int
+    cache_root: bytes
     sequences: list[Sequence] = field(default_factory=list)
     status: Status = Status.WAITING
     worker: str = ""
+    swapped_to: str = ""
+    seats: int = 0
+    forked: bool = False
+    beams: BeamSearch | None = None
+    cached_tokens: int = 0
     deaths: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    swapped_bytes: int = 0
     started_at: float | None = None
     waits_for: str = "arrived just now"
     failure: RequestFailure | None = None
 
     @property
-    def key(self) -> int:
-        """Sorts requests: lower priority number first, then first come first served. Fits 63 bits."""
-        return (self.priority << 31) + self.arrival
+    def rank(self) -> tuple[int, int]:
+        """Sorts requests: first come first served within equal keys. Never changes."""
+        return self.key, self.arrival
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if not sequence.finished]
 
     @property
     def limit(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pagemill_scheduler import lifecycle
+from pagemill_scheduler import beam_step, lifecycle, naming
 from pagemill_scheduler.deliveries import finish_codes
 from pagemill_scheduler.request import LogprobEntry, Request, Sequence, Status, finish_reason
 from pagemill_scheduler.state import State
@@ -27,8 +27,8 @@ def apply_result(state: State, worker: WorkerState, result: IterationResult) -> 
         raise ProtocolError(f"iteration {flight.iteration} has {len(flight.slots)} tokens to sample, got {len(tokens)}")
     if tokens.size and tokens.max() >= worker.hello.vocab_size:
         raise ProtocolError(f"token {tokens.max()} is outside the vocabulary of {worker.hello.vocab_size}")
-    entries = _entries(result.logprobs)
-    _check_entries(worker, flight, tokens, entries)
+    entries, candidates = _entries(result.logprobs), _entries(result.candidates)
+    _check_entries(worker, flight, tokens, entries, candidates)
     faults = {fault.slot: fault for fault in result.faults}
 
     for index, sequence in flight.orphans.items():
@@ -39,6 +39,10 @@ def apply_result(state: State, worker: WorkerState, result: IterationResult) -> 
             _fail_row(state, worker.table.sequence(slot).request, faults.get(slot))
     good = flight.live & (tokens >= 0)
     worker.flights.popleft()
+    if worker.table.num_beams:
+        beam = good & worker.table.beam[flight.slots]
+        beam_step.advance_all(state, worker, flight, np.flatnonzero(beam), candidates)
+        good &= ~beam
     _record(state, worker, flight, good, tokens, entries)
 
 
@@ -62,6 +66,8 @@ def _record(
     state.counters.generation_tokens += len(slots)
     for i in np.flatnonzero(hit):
         finishes[i] = _which_end(table.sequence(int(slots[i])).request, int(tokens[i]))
+    if state.config.prefix_caching:
+        naming.name_rows(worker, slots)
 
     wants = table.logprobs[slots]
     slow = np.flatnonzero(wants)
@@ -74,23 +80,24 @@ def _record(
     if len(slow) < len(slots):
         _deliver_rows(state, worker, slots[~wants], finishes[~wants], tokens[~wants])
 
-    for i in np.flatnonzero(finishes):
-        sequence = table.sequence(int(slots[i]))
-        sequence.finish = FinishReason(int(finishes[i]))
-        _finish_if_complete(state, sequence.request)
+    ended = np.flatnonzero(finishes)
+    sequences = [table.sequence(int(slot)) for slot in slots[ended]]
+    for sequence, code in zip(sequences, finishes[ended].tolist(), strict=True):
+        sequence.finish = FinishReason(code)
+        _finish(state, sequence)
 
 
 def _deliver_rows(
     state: State, worker: WorkerState, slots: Int32Array, finishes: Int32Array, tokens: Int32Array
 ) -> None:
     table = worker.table
-    owners = table.gateway[slots]
     offsets = table.length[slots] - table.prompt_length[slots] - 1
-    columns = (table.handle[slots], table.sequence_index[slots], offsets, finishes, tokens)
+    columns = (table.handle[slots], table.sequence_index[slots], offsets, finishes, table.cached[slots], tokens)
     if len(state.gateways) == 1:
         [gateway] = state.gateways.values()
         gateway.delivery.add_rows(*columns)
         return
+    owners = table.gateway[slots]
     for gateway in state.gateways.values():
         mine = owners == gateway.index
         if mine.any():
@@ -103,7 +110,7 @@ def _take_orphan(
     """A token for a sequence that was preempted while it was on its way: it is valid and kept."""
     request = sequence.request
     sequence.in_flight -= 1
-    if request.status is Status.ENDED or sequence.finish is not FinishReason.NOT_FINISHED:
+    if request.status is Status.ENDED or sequence.finished:
         return
     if token < 0:
         _fail_row(state, request, fault)
@@ -115,16 +122,28 @@ def _take_orphan(
     if entry is not None:
         sequence.logprobs.append(entry)
     request.gateway.delivery.add_sequence(sequence, output_length - 1, sequence.tokens[-1:])
-    _finish_if_complete(state, request)
+    if sequence.finished:
+        _finish(state, sequence)
 
 
-def _finish_if_complete(state: State, request: Request) -> None:
-    if all(sequence.finish is not FinishReason.NOT_FINISHED for sequence in request.sequences):
+def _finish(state: State, sequence: Sequence) -> None:
+    request = sequence.request
+    if request.status is Status.ENDED:
+        return  # with a sibling that ended in the same step
+    if request.unfinished:
+        lifecycle.finish_sequence(state, sequence)
+    else:
         state.counters.requests_finished += 1
         lifecycle.end(state, request, acknowledge=True)
 
 
 def _fail_row(state: State, request: Request, fault: RowFault | None) -> None:
+    if request.worker:
+        # What the row wrote may be as wrong as what it computed: nobody may find it in the prefix cache.
+        worker = state.workers[request.worker]
+        for sequence in request.sequences:
+            if sequence.slot >= 0:
+                worker.pool.withdraw(worker.table.blocks_of(sequence.slot))
     if fault is None:
         lifecycle.fail(state, request, "internal_error", "the worker could not compute this request and gave no reason")
     else:
@@ -138,7 +157,11 @@ def _which_end(request: Request, token: int) -> FinishReason:
 
 
 def _entries(logprobs: TokenLogprobs) -> dict[int, LogprobEntry]:
-    """The entries by index into the result's tokens."""
+    """The entries by index into the result's tokens.
+
+    Raises:
+        ProtocolError: the arrays contradict each other.
+    """
     if not len(logprobs.rows):
         return {}
     ends = np.cumsum(logprobs.counts)
@@ -156,9 +179,22 @@ def _entries(logprobs: TokenLogprobs) -> dict[int, LogprobEntry]:
     }
 
 
-def _check_entries(worker: WorkerState, flight: Flight, tokens: Int32Array, entries: dict[int, LogprobEntry]) -> None:
-    wanted = {int(i) for i in np.flatnonzero(flight.live & worker.table.logprobs[flight.slots])}
+def _check_entries(
+    worker: WorkerState,
+    flight: Flight,
+    tokens: Int32Array,
+    entries: dict[int, LogprobEntry],
+    candidates: dict[int, LogprobEntry],
+) -> None:
+    table = worker.table
+    beam = table.beam[flight.slots]
+    wanted = {int(i) for i in np.flatnonzero(flight.live & table.logprobs[flight.slots] & ~beam)}
     wanted |= {i for i, sequence in flight.orphans.items() if sequence.request.sampling.logprobs is not None}
     missing = [i for i in wanted - entries.keys() if tokens[i] >= 0]
     if missing:
         raise ProtocolError(f"log-probabilities of tokens {sorted(missing)} are missing")
+    for index in np.flatnonzero(flight.live & beam & (tokens >= 0)) if worker.table.num_beams else ():
+        least = table.sequence(int(flight.slots[index])).request.sampling.num_candidates
+        found = len(candidates[int(index)].token_ids) if int(index) in candidates else 0
+        if found < min(least, worker.hello.vocab_size):
+            raise ProtocolError(f"token {index} belongs to a beam and needs {least} candidates, got {found}")

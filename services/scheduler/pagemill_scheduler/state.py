@@ -24,6 +24,11 @@ class Counters:
     generation_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    copied_blocks: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     requests_finished: int = 0
     requests_failed: int = 0
     requests_aborted: int = 0
@@ -84,6 +89,8 @@ class State:
 
     def tokens_of(self, sequence: Sequence) -> Int32Array:
         """[L] the sequence's tokens, wherever they live now."""
-        if sequence.slot < 0:
-            return sequence.tokens
-        return self.workers[sequence.request.worker].table.tokens_of(sequence.slot)
+        if sequence.slot >= 0:
+            table = self.workers[sequence.request.worker].table
+            if not table.is_idle(sequence.slot):
+                return table.tokens_of(sequence.slot)
+        return sequence.tokens

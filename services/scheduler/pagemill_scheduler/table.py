@@ -30,7 +30,12 @@ class SlotTable:
         stop_ids: [capacity, STOP_IDS_WIDTH] padded with -1; many_stops: [capacity] bool, more than fit there.
         logprobs: [capacity] bool, wants log-probabilities.
         handle, sequence_index, gateway: [capacity] where its tokens are delivered to.
-        key: [capacity] int64, the request's order.
+        cached: [capacity] prompt tokens that the prefix cache spared.
+        named: [capacity] leading full blocks that have been offered to the prefix cache.
+        beam: [capacity] bool, a beam: the scheduler chooses its tokens, and it runs only when none is pending.
+        gate, gate_at: [capacity] while ``gate`` is not -1 the row must not run before that slot has computed
+            ``gate_at`` tokens: it shares blocks with it that are being recomputed.
+        key, arrival: [capacity] int64, the request's rank; priority: [capacity].
     """
 
     def __init__(self, capacity: int, max_length: int, block_size: int) -> None:
@@ -52,7 +57,16 @@ class SlotTable:
         self.handle = np.zeros(capacity, np.int32)
         self.sequence_index = np.zeros(capacity, np.int32)
         self.gateway = np.zeros(capacity, np.int32)
+        self.cached = np.zeros(capacity, np.int32)
+        self.named = np.zeros(capacity, np.int32)
+        self.beam = np.zeros(capacity, np.bool_)
+        self.gate = np.full(capacity, _NONE, np.int32)
+        self.gate_at = np.zeros(capacity, np.int32)
         self.key = np.zeros(capacity, np.int64)
+        self.arrival = np.zeros(capacity, np.int64)
+        self.priority = np.zeros(capacity, np.int32)
+        self.num_beams = 0
+        self.num_gates = 0
         self._sequences: list[Sequence | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._order: Int32Array | None = None
@@ -81,7 +95,7 @@ class SlotTable:
         """Slots in use, first to be served first. Do not write to it."""
         if self._order is None:
             slots = np.fromiter((s.slot for s in self.sequences()), np.int32, len(self))
-            self._order = slots[np.argsort(self.key[slots], kind="stable")]
+            self._order = slots[np.lexsort((self.sequence_index[slots], self.arrival[slots], self.key[slots]))]
         return self._order
 
     def blocks_of(self, slot: int) -> Int32Array:
@@ -92,22 +106,31 @@ class SlotTable:
         """The slot's tokens, as a view."""
         return self.tokens[slot, : self.length[slot]]
 
-    def join(self, sequence: Sequence, blocks: Int32Array) -> int:
-        """Give ``sequence`` a slot, with nothing computed and ``blocks`` as its block table."""
-        slot = self._free.pop()
-        request, sampling = sequence.request, sequence.request.sampling
+    def join(self, sequence: Sequence, blocks: list[int], computed: int) -> int:
+        """Give ``sequence`` a slot, with ``blocks`` as its block table, of which ``computed`` tokens are filled."""
+        slot = self._seat(sequence)
         length = len(sequence.tokens)
         self.tokens[slot, :length] = sequence.tokens
         self.length[slot] = length
+        self.computed[slot] = computed
+        self.blocks[slot, : len(blocks)] = blocks
+        self.num_blocks[slot] = len(blocks)
+        return slot
+
+    def reserve(self, sequence: Sequence) -> int:
+        """Give ``sequence`` a slot that stays idle, without tokens and blocks, until ``fork`` fills it."""
+        slot = self._seat(sequence)
+        self.length[slot] = self.computed[slot] = self.num_blocks[slot] = 0
+        return slot
+
+    def _seat(self, sequence: Sequence) -> int:
+        slot = self._free.pop()
+        request, sampling = sequence.request, sequence.request.sampling
         self.pending[slot] = 0
-        self.computed[slot] = 0
         self.prompt_length[slot] = len(request.prompt)
         self.limit[slot] = min(request.limit, self.max_length)
         self.min_length[slot] = min(len(request.prompt) + sampling.min_tokens, 2**31 - 1)
-        self.blocks[slot, : len(blocks)] = blocks
-        self.num_blocks[slot] = len(blocks)
-        ends = () if sampling.ignore_eos else sampling.eos_token_ids
-        stops = np.unique(np.concatenate([ends, sampling.stop_token_ids])).astype(np.int32)
+        stops = sampling.end_token_ids
         self.many_stops[slot] = len(stops) > STOP_IDS_WIDTH
         self.stop_ids[slot] = _NONE
         self.stop_ids[slot, : min(len(stops), STOP_IDS_WIDTH)] = stops[:STOP_IDS_WIDTH]
@@ -115,21 +138,62 @@ class SlotTable:
         self.handle[slot] = request.handle
         self.sequence_index[slot] = sequence.index
         self.gateway[slot] = request.gateway.index
+        self.cached[slot] = request.cached_tokens
+        self.named[slot] = 0
+        self.beam[slot] = request.beams is not None
+        self.num_beams += request.beams is not None
         self.key[slot] = request.key
+        self.arrival[slot] = request.arrival
+        self.priority[slot] = request.priority
         self._sequences[slot] = sequence
         self._order = None
         sequence.slot = slot
         return slot
 
+    def fork(self, parent: int, child: int) -> None:
+        """Make ``child``, which is idle, the twin of ``parent``: same tokens, same block table."""
+        length, blocks = self.length[parent], self.num_blocks[parent]
+        self.tokens[child, :length] = self.tokens[parent, :length]
+        self.blocks[child, :blocks] = self.blocks[parent, :blocks]
+        self.length[child], self.num_blocks[child] = length, blocks
+        self.computed[child] = self.computed[parent]
+        self.named[child] = self.named[parent]
+        self.sequence(child).digests = list(self.sequence(parent).digests)
+
+    def is_idle(self, slot: int) -> bool:
+        return not self.length[slot]
+
     def leave(self, slot: int) -> Sequence:
         """Take the sequence out of its slot, its tokens with it."""
         sequence = self.sequence(slot)
-        sequence.tokens = self.tokens_of(slot).copy()
+        if not self.is_idle(slot):
+            sequence.tokens = self.tokens_of(slot).copy()
+        self.num_beams -= bool(self.beam[slot])
+        self.beam[slot] = False
+        self._open_gate(slot)
         sequence.slot = -1
         self._sequences[slot] = None
         self._free.append(slot)
         self._order = None
         return sequence
+
+    def close_gate(self, slot: int, other: int, at: int) -> None:
+        """``slot`` must not run before ``other`` has computed ``at`` tokens."""
+        self.gate[slot], self.gate_at[slot] = other, at
+        self.num_gates += 1
+
+    def gated(self, slot: int) -> bool:
+        """Whether the row still waits at its gate; opens the gate once it need not."""
+        gate = self.gate[slot]
+        if gate != _NONE and self.computed[gate] >= self.gate_at[slot]:
+            self._open_gate(slot)
+            return False
+        return bool(gate != _NONE)
+
+    def _open_gate(self, slot: int) -> None:
+        if self.gate[slot] != _NONE:
+            self.gate[slot] = _NONE
+            self.num_gates -= 1
 
     def append(self, slots: Int32Array, tokens: Int32Array) -> None:
         """Record one sampled token for each of ``slots``, which are distinct."""

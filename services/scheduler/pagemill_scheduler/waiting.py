@@ -9,7 +9,7 @@ from pagemill_scheduler.request import Request
 
 
 class WaitingQueue:
-    """Sorted by ``Request.key``, which never changes: a preempted request goes back to where its arrival puts it."""
+    """Sorted by ``Request.rank``, which never changes: a preempted request goes back to where its arrival puts it."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -24,7 +24,7 @@ class WaitingQueue:
         return self._find(request) is not None
 
     def add(self, request: Request) -> None:
-        insort(self._requests, request, key=lambda r: r.key)
+        insort(self._requests, request, key=lambda r: r.rank)
 
     def remove(self, request: Request) -> None:
         """
@@ -37,6 +37,6 @@ class WaitingQueue:
         del self._requests[index]
 
     def _find(self, request: Request) -> int | None:
-        index = bisect_left(self._requests, request.key, key=lambda r: r.key)
+        index = bisect_left(self._requests, request.rank, key=lambda r: r.rank)
         found = index < len(self._requests) and self._requests[index] is request
         return index if found else None

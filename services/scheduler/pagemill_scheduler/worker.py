@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagemill_scheduler.events import Peer
-from pagemill_scheduler.pool import BlockPool
-from pagemill_scheduler.request import Sequence
+from pagemill_scheduler.pool import BlockPool, HostPool
+from pagemill_scheduler.request import Request, Sequence
 from pagemill_scheduler.table import SlotTable
 from pagemill_shared.messages import WorkerHello
 from pagemill_shared.numbering import Incoming, Outgoing
@@ -48,11 +48,36 @@ class Flight:
 
 
 @dataclass(slots=True, eq=False)
+class Notes:
+    """What has changed since the last plan and the next one must tell the worker.
+
+    Attributes:
+        forks: (parent slot, child slot, sequence index).
+        chosen: next token by slot.
+        swap_out: (device block, host block).
+    """
+
+    released: list[int] = field(default_factory=list)
+    forks: list[tuple[int, int, int]] = field(default_factory=list)
+    chosen: dict[int, int] = field(default_factory=dict)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+
+    def left(self, slot: int) -> None:
+        """The slot has become empty. What the worker never heard of need not be taken back."""
+        self.chosen.pop(slot, None)
+        never_told = [fork for fork in self.forks if fork[1] == slot]
+        if never_told:
+            self.forks = [fork for fork in self.forks if fork[1] != slot]
+        else:
+            self.released.append(slot)
+
+
+@dataclass(slots=True, eq=False)
 class WorkerState:
     """One worker.
 
     Attributes:
-        released: slots that have become free since the last plan.
+        seats_taken: slots in use or reserved.
         progress_at: when it last began or advanced: a plan's deadline counts from there.
         leaving: it was told to stop; takes no new work.
     """
@@ -62,10 +87,12 @@ class WorkerState:
     last_heard: float
     table: SlotTable
     pool: BlockPool
+    host: HostPool
+    notes: Notes = field(default_factory=Notes)
+    seats_taken: int = 0
     outgoing: Outgoing = field(default_factory=Outgoing)
     incoming: Incoming = field(default_factory=Incoming)
     flights: deque[Flight] = field(default_factory=deque)
-    released: list[int] = field(default_factory=list)
     heartbeat_at: float = 0.0
     progress_at: float = 0.0
     leaving: bool = False
@@ -85,20 +112,45 @@ class WorkerState:
         """Longest sequence that it can ever hold, in tokens."""
         return max_length(self.hello)
 
+    @property
+    def lowest_priority(self) -> int:
+        """The highest number among the priorities of its running requests; lower than any without one."""
+        slots = self.table.order()
+        return int(self.table.priority[slots].max()) if len(slots) else -(2**31)
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def vacate(self, slot: int, *, keep_in_flight: bool) -> Sequence:
-        """Take the sequence in ``slot`` off this worker and free its blocks."""
+        """Take the sequence in ``slot`` off this worker and give up its blocks."""
         blocks = self.table.blocks_of(slot).copy()
         pending = self.table.pending[slot] > 0
+        idle = self.table.is_idle(slot)
         sequence = self.table.leave(slot)
         self.pool.release(blocks)
-        self.released.append(slot)
+        if not idle:
+            self.notes.left(slot)
         if pending:
             for flight in self.flights:
                 flight.forget(slot, sequence if keep_in_flight else None)
         return sequence
+
+    def told(self) -> None:
+        """A plan has carried the notes."""
+        self.notes = Notes()
+        self.host.plan_made()
+
+    def take_seats(self, request: Request, count: int) -> None:
+        """``request`` holds or reserves ``count`` slots from here on."""
+        self.seats_taken += count - request.seats
+        request.seats = count
+
+    def most_blocks(self, request: Request) -> int:
+        """Blocks that ``request`` needs at its longest: full blocks of its prompt are shared, the rest is not."""
+        each = self.blocks_for(request.limit)
+        width = request.sampling.width
+        shared = len(request.prompt) // self.block_size if width > 1 else 0
+        return shared + width * (each - shared)
 
 
 def max_length(hello: WorkerHello) -> int:

@@ -48,10 +48,12 @@ class Answer:
     finishes: dict[int, FinishReason] = field(default_factory=dict)
     failure: RequestFailure | None = None
     stopped: bool = False
+    cached_tokens: int = 0
+    scores: dict[int, float] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
-        return bool(self.finishes) or self.failure is not None or self.stopped
+        return len(self.finishes) == self.submit.sampling.n or self.failure is not None or self.stopped
 
 
 class FakeGateway:
@@ -71,12 +73,12 @@ class FakeGateway:
     def hello(self) -> None:
         self.simulation.receive(self.peer, GatewayHello(self.name, "model"))
 
-    def submit(self, prompt: list[int], sampling: SamplingParams, priority: int = 0) -> int:
+    def submit(self, prompt: list[int], sampling: SamplingParams, priority: int = 0, salt: str = "") -> int:
         self._handles += 1
         request_id = f"{self.name}-{self._handles}"
         epoch, number = self.outgoing.epoch, self.outgoing.next()
         ids = np.array(prompt, np.int32)
-        message = SubmitRequest(epoch, number, self._handles, request_id, ids, sampling, priority)
+        message = SubmitRequest(epoch, number, self._handles, request_id, ids, sampling, priority, salt)
         self.answers[self._handles] = Answer(message)
         self.simulation.receive(self.peer, message)
         return self._handles
@@ -86,7 +88,10 @@ class FakeGateway:
         self.simulation.receive(self.peer, AbortRequest(self.outgoing.epoch, self.outgoing.next(), handle))
 
     def stop_string(self, handle: int, kept: int) -> None:
-        self.answers[handle].stopped = True
+        """A stop string ends sequence 0; of a request with one sequence nothing more is expected."""
+        answer = self.answers[handle]
+        answer.stopped = answer.submit.sampling.n == 1
+        answer.finishes[0] = FinishReason.STOP_TOKEN
         message = SequenceFinished(self.outgoing.epoch, self.outgoing.next(), handle, 0, kept)
         self.simulation.receive(self.peer, message)
 
@@ -112,6 +117,7 @@ class FakeGateway:
                             old.prompt_token_ids,
                             old.sampling,
                             old.priority,
+                            old.cache_salt,
                         )
                     )
             case FleetStatus():
@@ -147,6 +153,8 @@ class FakeGateway:
             answer = self.answers.get(handle)
             if answer is None or answer.stopped:
                 continue  # aborted meanwhile
+            answer.cached_tokens = int(delivery.cached_tokens[i])
+            answer.scores[sequence] = float(delivery.scores[i])
             have = answer.tokens.setdefault(sequence, [])
             offset = int(delivery.offsets[i])
             assert offset <= len(have), f"request {handle}: tokens {len(have)}..{offset} are missing"
@@ -298,7 +306,8 @@ class Simulation:
         """Let everybody work until nothing is left to do; the number of rounds. Fails after ``steps`` rounds."""
         for round_ in range(steps):
             self.tick()
-            if not any([worker.step() for worker in list(self.workers.values())]):
+            stepped = [worker.step() for worker in list(self.workers.values())]
+            if not any(stepped):
                 return round_
         raise AssertionError(f"still busy after {steps} rounds")
 
@@ -317,5 +326,6 @@ class Simulation:
         snapshot = self.snapshot()
         for worker in snapshot["workers"]:  # type: ignore[attr-defined]
             assert worker["blocks"]["free"] == worker["blocks"]["total"], worker
+            assert worker["swap_blocks"]["free"] == worker["swap_blocks"]["total"], worker
             assert worker["running_sequences"] == 0
         assert snapshot["requests"] == []

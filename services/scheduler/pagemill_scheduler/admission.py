@@ -1,0 +1,185 @@
+"""Brings a waiting request onto a worker: new ones, and preempted ones with their block tree rebuilt (paper §4.5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagemill_scheduler.prefix import extend_digests
+from pagemill_scheduler.request import Request, Sequence, Status
+from pagemill_scheduler.state import State
+from pagemill_scheduler.worker import WorkerState
+from pagemill_shared.messages import SequenceJoin
+
+_NO_BLOCK = 0  # physical block 0 is never handed out
+
+
+@dataclass(slots=True)
+class Arrival:
+    """What a plan must tell the worker about a request that starts.
+
+    Attributes:
+        swap_in: (host block, device block).
+    """
+
+    joined: list[SequenceJoin] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+
+
+def starters(request: Request) -> list[Sequence]:
+    """The sequences that start with tokens of their own; the others fork from the first once its prompt is computed."""
+    unfinished = request.unfinished
+    return unfinished if request.forked else unfinished[:1]
+
+
+def blocks_to_start(state: State, worker: WorkerState, request: Request) -> int:
+    """Free blocks that starting ``request`` takes, with one more for each fork to come."""
+    need = 0
+    seen: set[int] = set()
+    for number, sequence in enumerate(starters(request)):
+        total = worker.blocks_for(len(sequence.tokens))
+        sharable = _sharable(worker, sequence)[:total]
+        need += total - len(seen.intersection(sharable))
+        if number == 0:
+            # Blocks in use cost nothing to share; an evictable one is taken from the free ones like a new one.
+            need -= sum(1 for block in cached_blocks(state, worker, sequence) if worker.pool.refs[block])
+        seen.update(sharable)
+    return need + (0 if request.forked else request.sampling.width - 1)
+
+
+def _sharable(worker: WorkerState, sequence: Sequence) -> list[int]:
+    """The parked blocks that a preempted sequence can share with its siblings again.
+
+    All that were swapped out. Of those that are recomputed only full ones: a part-filled one is written to at once.
+    """
+    if sequence.parked is None:
+        return []
+    if sequence.request.swapped_to:
+        return sequence.parked.blocks
+    # What was computed for a token that was lost on its way is computed again; so is the last token, for its logits.
+    computed = min(sequence.parked.computed, len(sequence.tokens) - 1)
+    return sequence.parked.blocks[: computed // worker.block_size]
+
+
+def cached_blocks(state: State, worker: WorkerState, sequence: Sequence) -> list[int]:
+    """The leading blocks of a waiting sequence that the worker's prefix cache holds.
+
+    At least one token is left to compute, or there would be no logits to sample from.
+    """
+    if not state.config.prefix_caching:
+        return []
+    count = (len(sequence.tokens) - 1) // worker.block_size
+    extend_digests(sequence.digests, sequence.request.cache_root, sequence.tokens, worker.block_size, count)
+    blocks: list[int] = []
+    for digest in sequence.digests[:count]:
+        block = worker.pool.lookup(digest)
+        if block is None:
+            break
+        blocks.append(block)
+    return blocks
+
+
+def start(state: State, worker: WorkerState, request: Request, now: float) -> Arrival:
+    """Move a waiting request onto ``worker``, with blocks for all of its known tokens.
+
+    Every sequence gets its blocks at once: were they handed out chunk by chunk, a long prompt could be thrown out
+    half-way, over and over. Sequences of a preempted group share the blocks that they shared before: the first of
+    them computes (or swaps in) such a block, the others wait at a gate until it has.
+    """
+    state.queue.remove(request)
+    request.move(Status.RUNNING)
+    request.worker = worker.identity
+    request.waits_for = ""
+    worker.take_seats(request, len(request.unfinished) if request.beams is None else request.sampling.beam_width)
+    swapped = bool(request.swapped_to)
+    fresh = request.started_at is None
+    arrival = Arrival()
+    now_at: dict[int, int] = {}  # a parked block -> the device block that now stands for it
+    filled_by: dict[int, int] = {}  # a device block -> the slot that fills it
+    for sequence in starters(request):
+        _start_sequence(state, worker, sequence, now_at, filled_by, arrival)
+    if fresh:
+        request.started_at = now
+        state.counters.prompt_tokens += len(request.prompt)
+        state.counters.prefix_queries += len(request.prompt)
+        [join] = arrival.joined
+        request.cached_tokens = join.computed
+        worker.table.cached[join.slot] = join.computed
+        state.counters.prefix_hits += join.computed
+    if not request.forked and request.beams is None:
+        for sequence in request.unfinished[1:]:
+            worker.table.reserve(sequence)
+            worker.table.cached[sequence.slot] = request.cached_tokens
+    if swapped:
+        host = {block for s in request.unfinished if s.parked for block in s.parked.blocks}
+        # They are read by this plan's swap-in, so nothing may be swapped out to them before the next plan.
+        worker.host.release(sorted(host), after_plan=True)
+        moved = len(arrival.swap_in) * worker.hello.block_bytes
+        request.swapped_bytes += moved
+        state.counters.swapped_in_blocks += len(arrival.swap_in)
+        request.swapped_to = ""
+    for sequence in request.unfinished:
+        sequence.parked = None
+    return arrival
+
+
+def _start_sequence(
+    state: State,
+    worker: WorkerState,
+    sequence: Sequence,
+    now_at: dict[int, int],
+    filled_by: dict[int, int],
+    arrival: Arrival,
+) -> None:
+    pool, size = worker.pool, worker.block_size
+    length = len(sequence.tokens)
+    total = worker.blocks_for(length)
+    parked = _sharable(worker, sequence)[:total]
+    held = sequence.parked.computed if sequence.parked else 0
+    swapped = bool(sequence.request.swapped_to)
+    cached = cached_blocks(state, worker, sequence)
+    # First share what is there, so that nothing of it is evicted by what is allocated after.
+    blocks: list[int] = []
+    lead = 0  # leading blocks that need no work of this sequence
+    gate, gate_at = -1, 0
+    for i in range(total):
+        block = now_at.get(parked[i], _NO_BLOCK) if i < len(parked) else _NO_BLOCK
+        if block == _NO_BLOCK and i < len(cached):
+            block = cached[i]
+        if block != _NO_BLOCK and (swapped or lead == i):
+            pool.share(np.array([block], np.int32))
+            lead += lead == i
+            if block in filled_by:
+                gate, gate_at = filled_by[block], (i + 1) * size
+        else:
+            block = _NO_BLOCK
+        blocks.append(block)
+    missing = [i for i, block in enumerate(blocks) if block == _NO_BLOCK]
+    for i, block in zip(missing, pool.allocate(len(missing)).tolist(), strict=True):
+        blocks[i] = block
+        if swapped and i < len(parked):
+            arrival.swap_in.append((parked[i], block))
+    now_at.update(zip(parked, blocks, strict=False))
+    ready = held if swapped else min(lead * size, length - 1)
+    if not swapped:
+        state.counters.recomputed_tokens += max(held - ready, 0)
+        sequence.request.recomputed_tokens += max(held - ready, 0)
+    slot = worker.table.join(sequence, blocks, ready)
+    if not swapped:
+        for block in blocks[lead:]:
+            filled_by[block] = slot
+        if gate >= 0:
+            worker.table.close_gate(slot, gate, gate_at)
+    worker.table.named[slot] = min(lead, ready // size)
+    arrival.joined.append(
+        SequenceJoin(
+            slot=slot,
+            sequence=sequence.index,
+            prompt_length=len(sequence.request.prompt),
+            computed=ready,
+            token_ids=sequence.tokens,
+            block_table=worker.table.blocks_of(slot).copy(),
+            sampling=sequence.request.sampling,
+        )
+    )
