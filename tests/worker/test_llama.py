@@ -151,6 +151,17 @@ def test_what_cannot_be_run_is_refused(changes: dict[str, Any], message: str | N
             make_runner(folder)
 
 
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_norm.weight", "model.layers.2.mlp.up_proj.weight"])
+def test_weights_that_would_be_left_out_are_refused(name: str, tmp_path: Path) -> None:
+    folder = save(tiny_llama(), tmp_path)
+    tensors = load_file(folder / "model.safetensors") | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    make_runner(folder)
+    save_file(tensors | {name: torch.ones(16)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigurationError, match=f"hold {name}, which this architecture does not know"):
+        make_runner(folder)
+
+
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     folder = save(tiny_llama(), tmp_path)
     tensors = load_file(folder / "model.safetensors")

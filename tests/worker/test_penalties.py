@@ -12,19 +12,19 @@ def ids(*tokens: int) -> np.ndarray:
 
 def state(counts: PenaltyCounts, slot: int) -> tuple[list[int], list[int]]:
     line = counts.lines([slot])[0]
-    return counts.output_counts[line].tolist(), counts.in_prompt[line].int().tolist()
+    return counts.output_counts[line].tolist(), counts.seen[line].int().tolist()
 
 
 def test_counts_follow_their_slots() -> None:
     counts = PenaltyCounts(6, torch.device("cpu"))
     counts.join(9, ids(1, 1, 2), ids(3, 3))
-    assert state(counts, 9) == ([0, 0, 0, 2, 0, 0], [0, 1, 1, 0, 0, 0])
+    assert state(counts, 9) == ([0, 0, 0, 2, 0, 0], [0, 1, 1, 1, 0, 0])
     counts.fork(9, 4)
     counts.fork(5, 7)  # a parent without penalties
     assert 7 not in counts
     counts.count(np.array([9, 5, 4]), ids(0, 1, 3))
-    assert state(counts, 9)[0] == [1, 0, 0, 2, 0, 0]
-    assert state(counts, 4)[0] == [0, 0, 0, 3, 0, 0]
+    assert state(counts, 9) == ([1, 0, 0, 2, 0, 0], [1, 1, 1, 1, 0, 0])
+    assert state(counts, 4) == ([0, 0, 0, 3, 0, 0], [0, 1, 1, 1, 0, 0])
     counts.release(9)
     counts.release(9)
     assert 9 not in counts

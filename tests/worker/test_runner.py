@@ -279,6 +279,8 @@ ONE = np.array([0], np.int32)
         (IterationPlan(7, 1, joined=JOINED, prefill_chunks=np.array([[0, 2, 2, 0]], np.int32)), "does not know"),
         (IterationPlan(7, 1, joined=JOINED, prefill_chunks=np.array([[0, 2, 0, 1]], np.int32)), "does not know"),
         (IterationPlan(7, 1, joined=JOINED, prefill_chunks=np.array([[0, 0, 3, 2]], np.int32)), "samples 2 tokens but"),
+        (IterationPlan(7, 1, joined=JOINED, prefill_chunks=np.array([[0, 0, 2, 1]], np.int32)), "to sample before"),
+        (IterationPlan(7, 1, joined=JOINED, decode_rows=np.array([0, 0], np.int32)), "runs twice"),
         (IterationPlan(7, 1, joined=(join(0, [1] * 17, [1, 2, 3, 4, 5]),), decode_rows=ONE), "beyond 16 tokens"),
         (IterationPlan(7, 1, forks=np.array([[0, 1, 1]], np.int32)), "forks from slot 0, which is free"),
         (IterationPlan(7, 1, joined=JOINED, forks=np.array([[0, 0, 1]], np.int32)), "forks into slot 0"),
@@ -306,6 +308,15 @@ def test_plans_that_contradict_the_mirror_are_refused(plan: IterationPlan, messa
 def test_a_plan_before_the_welcome_is_refused(folder: Path) -> None:
     with pytest.raises(ProtocolError, match="before the first welcome"):
         make_runner(folder).execute(IterationPlan(7, 1))
+
+
+def test_the_kernels_run_once_per_layer_for_all_rows(folder: Path) -> None:
+    driver = PlanDriver(make_runner(folder))
+    for seed in range(6):
+        driver.add(prompt(4 + seed, seed), 5)
+    driver.run()
+    steps = len(driver.plans)
+    assert driver.runner.kernels.calls == {"rotate_and_write": 2 * steps, "attention": 2 * steps}
 
 
 def test_results_travel(folder: Path) -> None:

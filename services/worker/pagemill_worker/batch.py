@@ -56,7 +56,8 @@ def build_batch(plan: IterationPlan, rows: Rows, block_size: int, max_model_len:
     starts = np.concatenate((lengths[: decodes.size] - 1, chunks[:, 1]))
     counts = np.concatenate((np.ones(decodes.size, np.int64), chunks[:, 2]))
     contexts = starts + counts
-    _check(rows, slots, starts, counts, contexts, block_size, max_model_len)
+    samples = np.concatenate((np.ones(decodes.size, np.int64), chunks[:, 3]))
+    _check(rows, slots, starts, counts, samples, block_size, max_model_len)
 
     query_starts = np.zeros(slots.size + 1, np.int64)
     np.cumsum(counts, out=query_starts[1:])
@@ -76,7 +77,6 @@ def build_batch(plan: IterationPlan, rows: Rows, block_size: int, max_model_len:
         slot_mapping=torch.from_numpy(slot_mapping),
         num_decodes=decodes.size,
     )
-    samples = np.concatenate((np.ones(decodes.size, np.int64), chunks[:, 3]))
     sampling = np.flatnonzero(samples)
     return Batch(
         token_ids=token_ids,
@@ -90,12 +90,14 @@ def build_batch(plan: IterationPlan, rows: Rows, block_size: int, max_model_len:
 
 
 def _check(
-    rows: Rows, slots: Indices, starts: Indices, counts: Indices, contexts: Indices, block_size: int, max_model_len: int
+    rows: Rows, slots: Indices, starts: Indices, counts: Indices, samples: Indices, block_size: int, max_model_len: int
 ) -> None:
-    lengths = rows.lengths[slots]
+    lengths, contexts = rows.lengths[slots], starts + counts
     for wrong, what in (
         (lengths == 0, "is free"),
+        (np.bincount(slots)[slots] > 1, "runs twice"),
         ((counts < 1) | (starts < 0) | (contexts > lengths), "does not know the tokens that it is to compute"),
+        ((samples > 0) & (contexts < lengths), "is to sample before its newest token"),
         (contexts > max_model_len, f"is to compute beyond {max_model_len} tokens"),
         (-(-contexts // block_size) > rows.table_lengths[slots], "has no block for the tokens that it is to compute"),
     ):

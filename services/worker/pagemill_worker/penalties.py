@@ -17,14 +17,14 @@ class PenaltyCounts:
 
     Attributes:
         output_counts: [P, vocab_size] int32, how often each token was generated.
-        in_prompt: [P, vocab_size] bool, which tokens the prompt holds.
+        seen: [P, vocab_size] bool, which tokens prompt or output hold.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._line_of: dict[int, int] = {}
         self._free: list[int] = []
         self.output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._line_of
@@ -33,15 +33,16 @@ class PenaltyCounts:
         """Begins to count for ``slot``: what the prompt holds, and the outputs of an earlier run."""
         line = self._take(slot)
         vocab_size = self.output_counts.shape[1]
-        self.in_prompt[line].zero_()
-        self.in_prompt[line, torch.from_numpy(np.unique(prompt).astype(np.int64))] = True
         counts = np.bincount(outputs, minlength=vocab_size).astype(np.int32)
+        seen = counts > 0
+        seen[prompt] = True
         self.output_counts[line] = torch.from_numpy(counts)
+        self.seen[line] = torch.from_numpy(seen)
 
     def fork(self, parent: int, child: int) -> None:
         if parent in self._line_of:
             source, line = self._line_of[parent], self._take(child)
-            self.in_prompt[line] = self.in_prompt[source]
+            self.seen[line] = self.seen[source]
             self.output_counts[line] = self.output_counts[source]
 
     def release(self, slot: int) -> None:
@@ -61,6 +62,7 @@ class PenaltyCounts:
         if hits:
             lines, ids = torch.tensor(hits, device=self.output_counts.device).unbind(1)
             self.output_counts[lines, ids] += 1
+            self.seen[lines, ids] = True
 
     def _take(self, slot: int) -> int:
         self.release(slot)
@@ -68,7 +70,7 @@ class PenaltyCounts:
             size = self.output_counts.shape[0]
             more = max(4, size)
             self.output_counts = torch.cat((self.output_counts, self.output_counts.new_zeros(more, self._width)))
-            self.in_prompt = torch.cat((self.in_prompt, self.in_prompt.new_zeros(more, self._width)))
+            self.seen = torch.cat((self.seen, self.seen.new_zeros(more, self._width)))
             self._free.extend(range(size + more - 1, size - 1, -1))
         line = self._line_of[slot] = self._free.pop()
         return line

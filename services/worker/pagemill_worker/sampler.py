@@ -23,10 +23,10 @@ from pagemill_shared.sampling import uniforms
 from pagemill_shared.schema import Int32Array
 from pagemill_worker.sampling_rows import Indices, SampleBatch, SamplingRows
 
-TOP_P_CANDIDATES = 1024
-"""Most likely tokens among which top_p looks for its edge before it sorts the whole row."""
 SLAB_ELEMENTS = 1 << 22
-"""Most elements of the distributions that are held in float64 at once."""
+"""Most probabilities that are held at once."""
+BLOCK = 128
+"""Probabilities that are summed before the search for a token looks at single ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +71,19 @@ def _edit(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     if batch.penalised.size:
-        index = on_device(batch.penalised)
         slots = batch.slots[batch.penalised]
         lines = rows.counts.lines(slots.tolist())
-        counts = rows.counts.output_counts[lines]
-        produced = counts > 0
-        seen = produced | rows.counts.in_prompt[lines]
+        # Few of the vocabulary's tokens have been seen, and no others change.
+        which, ids = rows.counts.seen[lines].nonzero().unbind(1)
+        where = (on_device(batch.penalised)[which], ids)
+        counts = rows.counts.output_counts[lines[which], ids]
         repetition, presence, frequency = (
-            on_device(array[slots]).unsqueeze(1)
+            on_device(array[slots])[which]
             for array in (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty)
         )
-        part = logits[index]
-        penalised = torch.where(part > 0, part / repetition, part * repetition)
-        part = torch.where(seen, penalised, part)
-        part -= frequency * counts + presence * produced
-        logits[index] = part
+        values = logits[where]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        logits[where] = values - frequency * counts - presence * (counts > 0)
     edits = batch.edits
     if edits.bias_ids.size:
         where = (on_device(edits.bias_rows), on_device(edits.bias_ids))
@@ -97,74 +95,107 @@ def _edit(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Tensor:
 
 def _draw(logits: Tensor, best: Tensor, tokens: Tensor, batch: SampleBatch, rows: SamplingRows) -> None:
     """Overwrites the [N] ``tokens`` of random rows."""
-    vocab_size = logits.shape[1]
+    device = logits.device
     numbers = uniforms(rows.seed[batch.slots[batch.row_of]], batch.sequences, batch.positions)
-    slab = max(1, SLAB_ELEMENTS // vocab_size)
+    slab = max(1, SLAB_ELEMENTS // logits.shape[1])
     for begin in range(0, batch.random.size, slab):
         part = batch.random[begin : begin + slab]
-        index = torch.from_numpy(part).to(logits.device)
+        index = torch.from_numpy(part).to(device)
         slots = batch.slots[part]
-        temperature = torch.from_numpy(rows.temperature[slots]).to(logits.device, torch.float32).unsqueeze(1)
-        # The largest is 0, so that nothing overflows however small the temperature is.
-        scaled = (logits[index] - best[index].unsqueeze(1)) / temperature
-        floor, single = _floor(scaled, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
-        cumulative = torch.where(scaled >= floor.unsqueeze(1), scaled.exp(), 0).cumsum(-1, dtype=torch.float64)
-        # Tokens of one row stand together; each looks its number up in its row's distribution.
-        first = np.searchsorted(batch.row_of, part)
-        many = np.searchsorted(batch.row_of, part, side="right") - first
-        for offset in range(int(many.max())):
-            held = np.flatnonzero(many > offset)
-            which = first[held] + offset
-            line = torch.from_numpy(held).to(logits.device)
-            total = cumulative[line, -1]
-            target = torch.from_numpy(numbers[which]).to(logits.device) * total
-            target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-            found = torch.searchsorted(cumulative[line], target.unsqueeze(1), right=True).squeeze(1)
-            place = torch.from_numpy(which).to(tokens.device)
-            # In a row that is not finite nothing need be found; its token is not used.
-            tokens[place] = torch.where(single[line], tokens[place], found.clamp_(max=vocab_size - 1))
+        temperature = torch.from_numpy(rows.temperature[slots]).to(device, torch.float32).unsqueeze(1)
+        # Relative to the largest, so that nothing overflows however small the temperature is.
+        chosen = logits if part.size == logits.shape[0] else logits[index]
+        weights = (chosen - best[index].unsqueeze(1)).div_(temperature).exp_()
+        floor, single = _floor(weights, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
+        if bool((floor > 0).any()):
+            weights.masked_fill_(weights < floor.unsqueeze(1), 0)
+        which = np.flatnonzero(np.isin(batch.row_of, part))
+        line = torch.from_numpy(np.searchsorted(part, batch.row_of[which])).to(device)
+        found = _inverse(weights, line, torch.from_numpy(numbers[which]).to(device))
+        place = torch.from_numpy(which).to(device)
+        tokens[place] = torch.where(single[line], tokens[place], found)
+
+
+def _inverse(weights: Tensor, line: Tensor, numbers: Tensor) -> Tensor:
+    """[M] the first token of row ``line`` at which the cumulative weight exceeds ``number`` times the row's total.
+
+    First the block of tokens is searched, then the token in it, so that few numbers are summed one after another.
+    Where a row is not finite some token is found.
+
+    Args:
+        weights: [R, vocab_size].
+        line, numbers: [M] rows, and uniform numbers in [0, 1).
+    """
+    vocab_size = weights.shape[1]
+    whole = vocab_size // BLOCK
+    sums = weights[:, : whole * BLOCK].view(weights.shape[0], whole, BLOCK).sum(-1)
+    if whole * BLOCK < vocab_size:
+        sums = torch.cat((sums, weights[:, whole * BLOCK :].sum(-1, keepdim=True)), 1)
+    block, into = _search(sums[line], numbers)
+    inside = block.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=weights.device)
+    beyond = inside >= vocab_size
+    members = weights[line.unsqueeze(1), inside.clamp_(max=vocab_size - 1)].masked_fill_(beyond, 0)
+    token, _ = _search(members, into)
+    return (block * BLOCK + token).clamp_(max=vocab_size - 1)
+
+
+def _search(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """[M] column of [M, C] weights that each number falls into, never one without weight; and how far into it, as a
+    number in [0, 1)."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    target = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
+    column = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).clamp_(max=weights.shape[1] - 1)
+    width = weights.gather(1, column).double()
+    into = (target.unsqueeze(1) - (cumulative.gather(1, column) - width)) / width
+    return column.squeeze(1), into.clamp_(0, 1).squeeze(1)
 
 
 def _floor(
-    scaled: Tensor, top_k: Indices, top_p: npt.NDArray[np.float64], min_p: npt.NDArray[np.float64]
+    weights: Tensor, top_k: Indices, top_p: npt.NDArray[np.float64], min_p: npt.NDArray[np.float64]
 ) -> tuple[Tensor, Tensor]:
-    """The [R] least scaled logit that each row keeps, rows being scaled so that their largest is 0; and whether the row
-    keeps a single token, which then is the greedy one even if others tie with it."""
-    vocab_size = scaled.shape[1]
-    device = scaled.device
-    with np.errstate(divide="ignore"):
-        floor = torch.from_numpy(np.log(min_p)).to(device, torch.float32)
+    """The [R] least weight that each row keeps, rows being scaled so that their largest is 1; and whether the row keeps
+    a single token, which then is the greedy one even if others tie with it."""
+    vocab_size = weights.shape[1]
+    device = weights.device
+    floor = torch.from_numpy(min_p).to(device, torch.float32)
     single = torch.from_numpy(top_k == 1).to(device)
     limited = np.flatnonzero((top_k > 0) & (top_k < vocab_size))
     if limited.size:
         index = torch.from_numpy(limited).to(device)
         last = torch.from_numpy(top_k[limited] - 1).to(device)
-        values = scaled[index].topk(int(top_k[limited].max())).values
+        values = weights[index].topk(int(top_k[limited].max())).values
         floor[index] = torch.maximum(floor[index], values.gather(1, last.unsqueeze(1)).squeeze(1))
     nucleus = np.flatnonzero(top_p < 1)
     if nucleus.size:
         index = torch.from_numpy(nucleus).to(device)
-        part, low = scaled[index], floor[index]
-        wanted = torch.from_numpy(top_p[nucleus]).to(device)
-        mass = torch.where(part >= low.unsqueeze(1), part.exp(), 0).sum(-1, dtype=torch.float64) * wanted
-        likely = part.topk(min(TOP_P_CANDIDATES, vocab_size)).values
-        count = _tokens_for(mass, likely, low)
-        far = (count == likely.shape[1]).nonzero().squeeze(1)
-        edge = likely.gather(1, count.clamp(max=likely.shape[1] - 1).unsqueeze(1)).squeeze(1)
-        if far.numel():
-            ordered = part[far].sort(-1, descending=True).values
-            last = _tokens_for(mass[far], ordered, low[far]).clamp_(max=vocab_size - 1)
-            edge[far] = ordered.gather(1, last.unsqueeze(1)).squeeze(1)
-        floor[index] = torch.maximum(low, edge)
+        low = floor[index].unsqueeze(1)
+        part = weights[index]
+        part.masked_fill_(part < low, 0)
+        edge, count = _nucleus(part, torch.from_numpy(top_p[nucleus]).to(device))
+        floor[index] = torch.maximum(floor[index], edge)
         single[index] |= count == 0
     return floor, single
 
 
-def _tokens_for(mass: Tensor, ordered: Tensor, low: Tensor) -> Tensor:
-    """[R] how many leading ones of the descending [R, C] values, those below ``low`` left out, fall short of ``mass``;
-    C when all together do."""
-    cumulative = torch.where(ordered >= low.unsqueeze(1), ordered.exp(), 0).cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cumulative, mass.unsqueeze(1)).squeeze(1)
+def _nucleus(weights: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """[R] the weight at which the mass of all that are as large first reaches ``top_p`` of the row's, and how many
+    larger ones come before it."""
+    count, vocab_size = weights.shape
+    total = weights.sum(-1, dtype=torch.float64)
+    wanted = total * top_p
+    # All that are less than this together are less than what may be left out, so that only the others need sorting.
+    least = ((total - wanted) / vocab_size).to(weights.dtype).unsqueeze(1)
+    candidates = (weights >= least) & (weights > 0)
+    each = candidates.sum(-1)
+    line, column = candidates.nonzero().unbind(1)
+    position = torch.arange(line.shape[0], device=line.device) - (each.cumsum(0) - each)[line]
+    ordered = weights.new_zeros(count, max(1, int(each.max())))
+    ordered[line, position] = weights[line, column]
+    ordered = ordered.sort(-1, descending=True).values
+    before = torch.searchsorted(ordered.cumsum(-1, dtype=torch.float64), wanted.unsqueeze(1)).squeeze(1)
+    before = torch.minimum(before, (each - 1).clamp_(min=0))
+    return ordered.gather(1, before.unsqueeze(1)).squeeze(1), before
 
 
 def _logprobs(logits: Tensor, tokens: Int32Array, batch: SampleBatch) -> TokenLogprobs:

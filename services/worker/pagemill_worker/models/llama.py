@@ -107,6 +107,7 @@ class LlamaModel:
         self._norm = weights.take("model.norm.weight", (c.hidden_size,))
         # A checkpoint that says its head is tied may still carry a copy of it, which transformers ignores, too.
         self._head = make(self._embedding if c.tie_word_embeddings else weights.take("lm_head.weight", embedding_shape))
+        weights.refuse_unread(["rotary_emb.inv_freq", *(["lm_head.weight"] if c.tie_word_embeddings else [])])
         self._cosines, self._sines = rotary_tables(c.rope, max_model_len, dtype, device)
 
     def forward(self, token_ids: Tensor, positions: Tensor, cache: Tensor, kernels: Kernels[Any], step: Any) -> Tensor:

@@ -22,6 +22,7 @@ class Weights:
         self._folder = folder
         self._dtype, self._device = dtype, device
         self._files: dict[str, Any] = {}
+        self._read_names: set[str] = set()
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
             raise ConfigurationError(f"{folder} holds no *.safetensors file")
@@ -34,23 +35,16 @@ class Weights:
             for name in names:
                 self._files[name] = file
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
     def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The tensor ``name`` in the chosen dtype and on the chosen device; on the CPU and in the file's own dtype it
-        is a view of the mapped file.
+        """The tensor ``name`` in the chosen dtype and on the chosen device: a copy, so that no file stays mapped.
 
         Raises:
             ConfigurationError: it is missing, or of another shape or an unsupported dtype.
         """
-        tensor = self._read(name, shape)
-        return tensor.to(self._device, self._dtype)
+        return self._read(name, shape).to(self._device, self._dtype, copy=True)
 
     def fuse(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Tensor:
         """Tensors of equal trailing shape, one below the other, so that one matrix product serves them all."""
-        if len(names) == 1:
-            return self.take(names[0], shapes[0])
         parts = [self._read(name, shape) for name, shape in zip(names, shapes, strict=True)]
         rows = sum(part.shape[0] for part in parts)
         fused = torch.empty((rows, *parts[0].shape[1:]), dtype=self._dtype, device=self._device)
@@ -60,10 +54,24 @@ class Weights:
             first += part.shape[0]
         return fused
 
+    def refuse_unread(self, harmless: Sequence[str]) -> None:
+        """Raises ConfigurationError where a tensor was not asked for: the model has a part that would be left out.
+
+        Args:
+            harmless: endings of names that may be left.
+        """
+        unread = sorted(self._files.keys() - self._read_names)
+        for name in unread:
+            if not name.endswith(tuple(harmless)):
+                raise ConfigurationError(
+                    f"{self._folder}: the weights hold {name}, which this architecture does not know"
+                )
+
     def _read(self, name: str, shape: Sequence[int]) -> Tensor:
         file = self._files.get(name)
         if file is None:
             raise ConfigurationError(f"{self._folder}: the weights lack the tensor {name}")
+        self._read_names.add(name)
         tensor: Tensor = file.get_tensor(name)
         if tuple(tensor.shape) != tuple(shape):
             raise ConfigurationError(
