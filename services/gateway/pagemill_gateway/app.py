@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import threading
@@ -41,6 +42,7 @@ def run(settings: GatewaySettings) -> int:
         ConfigurationError: the port is in use, the model is not there or broken, the endpoint or keys are unusable.
     """
     configure_logging("gateway", settings.log_level, settings.log_format)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # we tell ourselves that we start and stop
     listener = bind(settings.host, settings.port)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(settings, listener, asyncio.Event()))

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagemill_gateway.engine import Engine, Generation
-from pagemill_gateway.exchange import Exchange
+from pagemill_gateway.exchange import Exchange, json_text
 from pagemill_gateway.logprobs import chat_entries
-from pagemill_gateway.parsing import parse_body
 from pagemill_gateway.requests import Choice, TokenLogprob
 from pagemill_gateway.schemas import ChatBody, ConversationFields
 from pagemill_gateway.streaming import EventWriter, collect, quote, send_stream
@@ -20,8 +19,7 @@ from pagemill_gateway.tokenizer import TextTokenizer
 
 async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     arrived = time.monotonic()
-    body = parse_body(ChatBody, raw)
-    engine.check_model(body.model)
+    body = await engine.parse(ChatBody, raw)
     engine.resolver.check(body)
     prompt = await encode_conversation(engine, body)
     await engine.connection.until_able()
@@ -39,7 +37,14 @@ async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> No
     if body.stream:
         await send_stream(exchange, generation, ChatEvents(engine.tokenizer, envelope, body))
     elif await collect(exchange, generation):
-        await exchange.send_json(envelope | _whole(engine.tokenizer, generation, body))
+        size = generation.answer_size(body.num_logprobs)
+        await exchange.send_json_text(
+            await engine.sized(size, lambda: json_text(envelope | _whole(engine.tokenizer, generation, body)))
+        )
+
+
+_TURN_SIZE = 64
+"""What one message costs beside its text, in characters."""
 
 
 async def encode_conversation(engine: Engine, body: ConversationFields) -> list[int]:
@@ -49,8 +54,8 @@ async def encode_conversation(engine: Engine, body: ConversationFields) -> list[
         ApiError: the template refuses the messages.
     """
     messages = [message.as_template_message() for message in body.messages]
-    return await engine.tokenize(
-        sum(len(message["content"]) for message in messages),
+    return await engine.sized(
+        sum(_TURN_SIZE + len(message["content"]) for message in messages),
         lambda: engine.tokenizer.encode_chat(
             messages,
             add_generation_prompt=body.generation_prompt,

@@ -11,9 +11,8 @@ from typing import Any
 
 from pagemill_gateway.engine import Engine, Generation
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.exchange import Exchange
+from pagemill_gateway.exchange import Exchange, json_text
 from pagemill_gateway.logprobs import completion_lists
-from pagemill_gateway.parsing import parse_body
 from pagemill_gateway.requests import Choice, TokenLogprob
 from pagemill_gateway.schemas import CompletionBody
 from pagemill_gateway.streaming import EventWriter, collect, quote, send_stream
@@ -22,8 +21,7 @@ from pagemill_gateway.tokenizer import TextTokenizer
 
 async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     arrived = time.monotonic()
-    body = parse_body(CompletionBody, raw)
-    engine.check_model(body.model)
+    body = await engine.parse(CompletionBody, raw)
     engine.resolver.check(body)
     prompts = await _encode(engine, body)
     await engine.connection.until_able()
@@ -44,7 +42,10 @@ async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     if body.stream:
         await send_stream(exchange, generation, CompletionEvents(engine.tokenizer, envelope, body))
     elif await collect(exchange, generation):
-        await exchange.send_json(envelope | _whole(engine.tokenizer, generation, body))
+        size = generation.answer_size(body.num_logprobs)
+        await exchange.send_json_text(
+            await engine.sized(size, lambda: json_text(envelope | _whole(engine.tokenizer, generation, body)))
+        )
 
 
 async def _encode(engine: Engine, body: CompletionBody) -> list[list[int]]:
@@ -52,7 +53,7 @@ async def _encode(engine: Engine, body: CompletionBody) -> list[list[int]]:
     for prompt in body.prompts:
         if isinstance(prompt, str):
             encode = partial(engine.tokenizer.encode, prompt, add_special_tokens=body.add_special_tokens)
-            ids = await engine.tokenize(len(prompt), encode)
+            ids = await engine.sized(len(prompt), encode)
             if not ids:
                 raise ApiError(400, "prompt: the text has no tokens", param="prompt", code="invalid_value")
         else:

@@ -176,8 +176,10 @@ class Connection:
         if obstacle != self._obstacle:
             if obstacle is None:
                 self._log.info("ready", workers=self.client.fleet.ready_workers)
-            elif self._obstacle is None or obstacle.reason != self._obstacle.reason:
+            elif self._obstacle is None:
                 self._log.warning("not ready", reason=obstacle.reason)
+            elif obstacle.reason != self._obstacle.reason:
+                self._log.info("still not ready", reason=obstacle.reason)
             self._obstacle = obstacle
             for change in self._changed:
                 if not change.done():

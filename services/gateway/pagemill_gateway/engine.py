@@ -14,17 +14,20 @@ from pagemill_gateway.connection import Connection
 from pagemill_gateway.defaults import GenerationDefaults, SamplingResolver
 from pagemill_gateway.errors import ApiError
 from pagemill_gateway.metrics import GatewayMetrics
+from pagemill_gateway.parsing import parse_body
 from pagemill_gateway.requests import Choice, GatewayRequest, Output
-from pagemill_gateway.schemas import GenerationBody
+from pagemill_gateway.schemas import GenerationBody, RequestBody
 from pagemill_gateway.stops import StopFinder
 from pagemill_gateway.tokenizer import TextTokenizer
 from pagemill_shared.errors import RequestError
 from pagemill_shared.manifest import ModelManifest
 
-INLINE_CHARACTERS = 4096
-"""Texts up to this long are tokenized on the event loop, where they take less time than handing them to a thread."""
+INLINE_SIZE = 4096
+"""Work up to this size (characters of a text, bytes of a body) is done on the event loop, where it takes less time than
+handing it to a thread; larger work would keep streams waiting."""
 
 T = TypeVar("T")
+R = TypeVar("R", bound=RequestBody)
 
 
 class Generation:
@@ -55,6 +58,10 @@ class Generation:
     @property
     def completion_tokens(self) -> int:
         return sum(request.choice.num_tokens for request in self.requests)
+
+    def answer_size(self, num_logprobs: int | None) -> int:
+        """About how many characters the answer in one piece has."""
+        return self.completion_tokens * (4 if num_logprobs is None else 100 * (1 + num_logprobs))
 
     @property
     def usage(self) -> dict[str, int]:
@@ -92,9 +99,9 @@ class Engine:
         self.connection.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 unless ``name`` is the model that is served, or None."""
-        if name is not None and name != self.name:
+    def check_model(self, name: str) -> None:
+        """Raises ApiError 404 unless ``name`` is the model that is served."""
+        if name != self.name:
             raise ApiError(404, f"the model `{name:.200}` does not exist", param="model", code="model_not_found")
 
     @property
@@ -103,20 +110,29 @@ class Engine:
         fleet = self.connection.client.fleet.max_model_len
         return min(self.manifest.max_model_len, fleet) if fleet else self.manifest.max_model_len
 
-    async def tokenize(self, characters: int, work: Callable[[], T]) -> T:
-        """Runs ``work`` over a text of so many characters, off the event loop when it is long.
+    async def sized(self, size: int, work: Callable[[], T]) -> T:
+        """Runs ``work``, off the event loop if it is large.
 
         Raises:
-            ApiError: the text is refused.
+            ApiError: what it works on is refused.
         """
         try:
-            if characters <= INLINE_CHARACTERS:
+            if size <= INLINE_SIZE:
                 return work()
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except RequestError as error:
             raise ApiError.of(error) from None
-        except UnicodeEncodeError:
-            raise ApiError(400, "the text holds half of a surrogate pair", code="invalid_value") from None
+
+    async def parse(self, cls: type[R], raw: bytes) -> R:
+        """The validated body, for a model that is served.
+
+        Raises:
+            ApiError: 400 naming the field, or 404.
+        """
+        body = await self.sized(len(raw), lambda: parse_body(cls, raw))
+        if body.model is not None:
+            self.check_model(body.model)
+        return body
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises ApiError for an id that the vocabulary does not have."""

@@ -82,10 +82,12 @@ class Exchange:
                 return bytes(value)
         return None
 
-    async def send_json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        await self.send_bytes(
-            json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"), status, headers, [_JSON]
-        )
+    async def send_json(self, value: Any) -> None:
+        await self.send_json_text(json_text(value))
+
+    async def send_json_text(self, body: bytes) -> None:
+        """A JSON object that is encoded already."""
+        await self.send_bytes(body, 200, None, [_JSON])
 
     async def send_error(self, error: ApiError) -> None:
         """The error as a response; a body that was not read in full ends the connection."""
@@ -117,6 +119,11 @@ class Exchange:
         self.started = True
         request_id = (b"x-request-id", self.request_id.encode("ascii"))
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, request_id]})
+
+
+def json_text(value: Any) -> bytes:
+    """``value`` as JSON in UTF-8."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _given_request_id(scope: Scope) -> str | None:

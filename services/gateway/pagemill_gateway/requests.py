@@ -165,7 +165,7 @@ class Output:
         self.open_choices = len(choices)
         self.error: ApiError | None = None
         self.client_gone = False
-        self._news: list[Choice] = []
+        self._news: dict[Choice, None] = {}  # a set that keeps the order
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -176,8 +176,7 @@ class Output:
         """``choice`` has something new."""
         if choice.finish_reason is not None:
             self.open_choices -= 1
-        if choice not in self._news:
-            self._news.append(choice)
+        self._news[choice] = None
         if self.streaming or not self.open_choices:
             self._wake()
 
@@ -202,7 +201,8 @@ class Output:
                 await self._waiter
             finally:
                 self._waiter = None
-        news, self._news = self._news, []
+        news = list(self._news)
+        self._news.clear()
         return news
 
     def _wake(self) -> None:

@@ -9,21 +9,18 @@ from pydantic_core import from_json
 from pagemill_gateway.chat import encode_conversation
 from pagemill_gateway.engine import Engine
 from pagemill_gateway.exchange import Exchange
-from pagemill_gateway.parsing import parse_body
 from pagemill_gateway.schemas import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 
 async def tokenize(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     body: TokenizeChatBody | TokenizeTextBody
     if _has_messages(raw):
-        body = parse_body(TokenizeChatBody, raw)
-        engine.check_model(body.model)
+        body = await engine.parse(TokenizeChatBody, raw)
         ids = await encode_conversation(engine, body)
     else:
-        body = parse_body(TokenizeTextBody, raw)
-        engine.check_model(body.model)
+        body = await engine.parse(TokenizeTextBody, raw)
         encode = partial(engine.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
-        ids = await engine.tokenize(len(body.prompt), encode)
+        ids = await engine.sized(len(body.prompt), encode)
     strings = [engine.tokenizer.token_string(i) for i in ids] if body.return_token_strs else None
     await exchange.send_json(
         {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": strings}
@@ -31,10 +28,9 @@ async def tokenize(engine: Engine, exchange: Exchange, raw: bytes) -> None:
 
 
 async def detokenize(engine: Engine, exchange: Exchange, raw: bytes) -> None:
-    body = parse_body(DetokenizeBody, raw)
-    engine.check_model(body.model)
+    body = await engine.parse(DetokenizeBody, raw)
     engine.check_ids(body.tokens, "tokens")
-    text = await engine.tokenize(len(body.tokens), lambda: engine.tokenizer.decode(body.tokens))
+    text = await engine.sized(len(body.tokens), lambda: engine.tokenizer.decode(body.tokens))
     await exchange.send_json({"prompt": text})
 
 
