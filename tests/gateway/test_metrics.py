@@ -37,6 +37,8 @@ def test_the_names_people_know(prefix: str) -> None:
             "num_preemptions_total": 4,
             "prompt_tokens_total": 50,
             "generation_tokens_total": 60,
+            "something_new_total": 7,
+            "something_else": 0.5,
         }
         api.stub.replay([*TOKENIZER.encode("one two").ids, 2], FinishReason.EOS)
         api.post("/v1/completions", prompt="x")

@@ -1,11 +1,13 @@
 """What /metrics shows, under vLLM's names after the prefix.
 
 Latencies and outcomes are the gateway's own. Everything about queues, cache and tokens comes from the scheduler, asked
-anew for each scrape, so that no figure outlives what it tells of.
+anew for each scrape, so that no figure outlives what it tells of. All that the scheduler calls a metric is shown: a
+counter where its name ends in ``_total``, a gauge otherwise.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,16 +23,15 @@ _TTFT_BOUNDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.
 _ITL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 _E2E_BOUNDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
-_GAUGES = {
+_HELP = {
     "num_requests_running": "Requests that the workers compute now",
     "num_requests_waiting": "Requests that wait to be computed",
     "kv_cache_usage_perc": "Share of the KV cache blocks in use, 1 is all of them",
-}
-_COUNTERS = {
     "num_preemptions_total": "Sequences that lost their blocks to others",
     "prompt_tokens_total": "Prompt tokens computed",
     "generation_tokens_total": "Tokens generated",
 }
+_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
 class Histogram:
@@ -122,11 +123,11 @@ class GatewayMetrics:
         up = GaugeMetricFamily(f"{self._prefix}:scheduler_up", "Whether the scheduler answered this scrape")
         up.add_metric([], float(scheduler is not None))
         yield up
-        for name, help_text in (_GAUGES | _COUNTERS).items():
-            value = (scheduler or {}).get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue  # an absent figure is better than an old one
-            kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
+        for name, value in (scheduler or {}).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not _NAME.match(name):
+                continue
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            help_text = _HELP.get(name, f"The scheduler's {name.removesuffix('_total').replace('_', ' ')}")
             family = kind(f"{self._prefix}:{name}", help_text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
             yield family
