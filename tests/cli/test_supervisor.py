@@ -7,30 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pagemill_testing.processes import is_alive, until
 
 PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE = 30.0
 THREE_PARTS = [[["scheduler", []]], [["worker 1", []], ["worker 2", []]], [["gateway", []]]]
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"timed out waiting until {what}"
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs (a zombie, which only waits to be reaped, does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 class Run:

@@ -5,28 +5,21 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from pagemill_testing.processes import until
 
 ROOT = Path(__file__).parents[2]
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
 DEADLINE = 120.0
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1500)]
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"timed out waiting until {what}"
-        time.sleep(0.1)
 
 
 class Stack:
