@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import sys
@@ -37,11 +38,8 @@ def serve(settings: ServeSettings) -> int:
         url = url_of(settings.host, settings.port)
         print(ready_lines(url, name, with_key=settings.api_key is not None), flush=True)
 
-    width = len("worker 1") if settings.workers > 1 else len("scheduler")
-
     def report(part: str, line: str) -> None:
-        prefix = f"{part:{width}} | " if settings.log_format == "console" else ""
-        print(prefix + line, file=sys.stderr, flush=True)
+        print(labelled(part, line, settings.log_format), file=sys.stderr, flush=True)
 
     with private_folder() as folder:
         supervisor = Supervisor(stages(settings, folder), first=[_preparation(settings)], report=report)
@@ -50,6 +48,14 @@ def serve(settings: ServeSettings) -> int:
         except PartError as failure:
             print(f"pagemill serve: {failure}", file=sys.stderr, flush=True)
             return failure.exit_code
+
+
+def labelled(part: str, line: str, log_format: str) -> str:
+    """A line that a part printed, with its name. JSON logs stay JSON: they name their process themselves, and what else
+    is printed becomes an event of its own."""
+    if log_format == "console":
+        return f"{part:9} | {line}"
+    return line if line.startswith("{") else json.dumps({"event": line, "process": part})
 
 
 def free_port(host: str, port: int) -> int:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
 import pytest
 
 from pagemill.main import main
-from pagemill.serve import free_port, stages
+from pagemill.serve import free_port, labelled, stages
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.settings import GatewaySettings, SchedulerSettings, ServeSettings, WorkerSettings
 
@@ -56,6 +57,13 @@ def test_a_taken_port_is_told_before_anything_starts(capsys: pytest.CaptureFixtu
 def test_an_address_that_is_not_ours_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"^cannot listen on no\.such\.host\.invalid port 8000: "):
         free_port("no.such.host.invalid", 8000)
+
+
+def test_lines_of_the_parts_are_labelled_and_json_stays_json() -> None:
+    assert labelled("gateway", "it runs", "console") == "gateway   | it runs"
+    line = json.dumps({"event": "it runs", "process": "gateway"})
+    assert labelled("gateway", line, "json") == line
+    assert json.loads(labelled("worker", 'Traceback: "x"', "json")) == {"event": 'Traceback: "x"', "process": "worker"}
 
 
 def test_port_zero_becomes_a_free_port() -> None:
