@@ -126,6 +126,37 @@ def measure(
     }
 
 
+def first_token(requests: int) -> dict[str, Any]:
+    """Time to the first token of one stream at a time when the scheduler answers at once: what the gateway, two
+    sockets and this client add to it."""
+    with tempfile.TemporaryDirectory(prefix="pm-") as folder:
+        write_prepared_model(Path(folder))
+        endpoint = f"ipc://{folder}/frontend"
+        with StubScheduler(endpoint, FleetStatus(1, 4096, 700, FINGERPRINT)) as stub:
+            stub.script = Script(byte_level_bpe().encode("word").ids, FinishReason.LENGTH)
+            port = free_port()
+            gateway = subprocess.Popen([sys.executable, "-c", _GATEWAY, str(port), endpoint, folder])
+            try:
+                wait_ready(port)
+                times = sorted(_time_one(client, port) for client in [httpx.Client()] for _ in range(requests))
+            finally:
+                gateway.terminate()
+                gateway.wait(10)
+    return {
+        "requests": requests,
+        "ttft_ms_p50": times[len(times) // 2] * 1e3,
+        "ttft_ms_p99": times[-len(times) // 100] * 1e3,
+    }
+
+
+def _time_one(client: httpx.Client, port: int) -> float:
+    body = {"messages": [{"role": "user", "content": _PROMPT}], "stream": True}
+    began = time.perf_counter()
+    with client.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as response:
+        next(response.iter_raw())
+        return time.perf_counter() - began
+
+
 def free_port() -> int:
     import socket
 
@@ -169,9 +200,13 @@ def main() -> None:
             f"{streams:4d} streams  {row['pieces_per_token']:.2f} pieces/token  {path} {extra or ''}",
             flush=True,
         )
+    first = first_token(100 if arguments.quick else 500)
+    print(f"{first['ttft_ms_p50']:7.2f} ms to the first token (p99 {first['ttft_ms_p99']:.2f}), one stream at a time")
     if arguments.json:
         machine = f"{platform.machine()}, {os.cpu_count()} cores"
-        print(json.dumps({"machine": machine, "python": platform.python_version(), "cases": rows}))
+        print(
+            json.dumps({"machine": machine, "python": platform.python_version(), "cases": rows, "first_token": first})
+        )
 
 
 if __name__ == "__main__":

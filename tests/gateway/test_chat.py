@@ -58,7 +58,19 @@ def test_an_answer(chat: Stage, reference: PreTrainedTokenizerFast) -> None:
         "prompt_tokens": len(prompt),
         "completion_tokens": generated,
         "total_tokens": len(prompt) + generated,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+def test_what_the_prefix_cache_held_shows_in_the_usage(chat: Stage) -> None:
+    chat.stub.replay(ids("one"))
+    chat.stub.cached_tokens = 16
+    try:
+        usage = chat.post(PATH, messages=HI, cache_salt="mine").json()["usage"]
+    finally:
+        chat.stub.cached_tokens = 0
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
+    assert chat.stub.submitted[0].cache_salt == "mine"
 
 
 def test_a_stream_has_role_then_content_then_the_finish_reason(chat: Stage) -> None:

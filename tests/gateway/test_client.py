@@ -70,6 +70,7 @@ def request(stop: str | None = None, streaming: bool = True, timing: Record | No
         prompt_token_ids=np.array([1, 2], np.int32),
         sampling=SamplingParams(),
         priority=0,
+        cache_salt="",
         choice=choice,
         output=Output([choice], streaming),
         timing=timing or Record(),
@@ -103,7 +104,7 @@ class Bench:
         self.number += 1
         entry = {} if not handle else {
             "handles": ints(handle), "sequences": ints(0), "offsets": ints(offset), "counts": ints(len(tokens)),
-            "finishes": ints(finish), "token_ids": ints(*tokens),
+            "finishes": ints(finish), "token_ids": ints(*tokens), "cached_tokens": ints(0),
         }  # fmt: skip
         return self.client.received(self.now, Delivery(self.link.epoch, self.number, **entry, failures=failures))
 

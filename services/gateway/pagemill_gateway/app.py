@@ -161,6 +161,7 @@ class GatewayServer(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 access_log=False,
+                proxy_headers=False,
                 log_config=None,
                 server_header=False,
                 timeout_keep_alive=30,

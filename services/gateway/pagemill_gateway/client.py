@@ -168,6 +168,7 @@ class SchedulerClient:
             request.prompt_token_ids,
             request.sampling,
             request.priority,
+            request.cache_salt,
         )
 
     # ------------------------------------------------------------ deliveries
@@ -177,16 +178,18 @@ class SchedulerClient:
         tokens = delivery.token_ids.tolist()
         logprobs = _unpack_logprobs(delivery.logprobs)
         start = 0
-        for handle, offset, count, finish in zip(
+        for handle, offset, count, finish, cached in zip(
             delivery.handles.tolist(),
             delivery.offsets.tolist(),
             delivery.counts.tolist(),
             delivery.finishes.tolist(),
+            delivery.cached_tokens.tolist(),
             strict=True,
         ):
             end = start + count
             request = self._live.get(handle)
             if request is not None:
+                request.cached_tokens = cached
                 entries = None
                 if request.sampling.logprobs is not None:
                     entries = [logprobs[row] for row in range(start, end) if row in logprobs]

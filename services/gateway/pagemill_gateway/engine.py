@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -64,9 +64,14 @@ class Generation:
         return self.completion_tokens * (4 if num_logprobs is None else 100 * (1 + num_logprobs))
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         prompt, completion = self.prompt_tokens, self.completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in self.requests)},
+        }
 
 
 class Engine:
@@ -193,6 +198,7 @@ class Engine:
                 prompt_token_ids=np.array(prompt, np.int32),
                 sampling=self.resolver.resolve(body, limit, num_logprobs),
                 priority=body.priority,
+                cache_salt=body.cache_salt or "",
                 choice=choice,
                 output=output,
                 timing=self.metrics,

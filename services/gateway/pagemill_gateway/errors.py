@@ -19,7 +19,7 @@ _STATUS_OF_CODE = {
     "server_stopping": 503,
     "worker_lost": 503,
     "internal_error": 500,
-    "numerical_error": 500,
+    "non_finite_logits": 500,
     "model_not_found": 404,
 }
 """HTTP status of the codes that a request can fail with; everything else is the request's own fault."""

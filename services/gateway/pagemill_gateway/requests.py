@@ -239,17 +239,20 @@ class GatewayRequest:
         prompt_token_ids: [P]
         arrived: when the HTTP request came, on the client's clock.
         handle: the scheduler's name for it, given when it is submitted.
+        cached_tokens: prompt tokens that the prefix cache held.
     """
 
     request_id: str
     prompt_token_ids: Int32Array
     sampling: SamplingParams
     priority: int
+    cache_salt: str
     choice: Choice
     output: Output
     timing: Timing
     arrived: float
     handle: int = 0
+    cached_tokens: int = 0
     last_token: float | None = None
 
     def deliver(

@@ -128,7 +128,7 @@ class GenerationBody(RequestBody):
     skip_special_tokens: bool = True
 
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
     request_id: str | None = Field(None, min_length=1, max_length=256)
 
     @field_validator("stop", mode="before")

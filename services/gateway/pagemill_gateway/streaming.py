@@ -47,7 +47,7 @@ class EventWriter(ABC):
     def ending(self, choice: Choice) -> str:
         """The event that tells the finish reason."""
 
-    def usage(self, usage: dict[str, int]) -> str:
+    def usage(self, usage: dict[str, Any]) -> str:
         return f'{self.head}],"usage":{json.dumps(usage)}}}\n\n'
 
     def news(self, choice: Choice) -> str:

@@ -101,6 +101,8 @@ class StubScheduler:
         """Whether deliveries wait."""
         self.silent = False
         """Whether it reads nothing and says nothing, like a stopped process."""
+        self.cached_tokens = 0
+        """What it says was found in the prefix cache, of every request."""
         self.state: dict[str, Any] = {"metrics": {"num_requests_running": 0}, "workers": [], "requests": []}
         self.submitted: list[SubmitRequest] = []
         self.aborted: list[int] = []
@@ -287,6 +289,8 @@ class StubScheduler:
             offsets=columns[:, 1],
             counts=columns[:, 2],
             finishes=columns[:, 3],
+            cached_tokens=np.full(len(rows), self.cached_tokens, np.int32),
+            scores=np.zeros(len(rows), np.float32),
             token_ids=np.array(tokens, np.int32),
             logprobs=TokenLogprobs(
                 rows=np.array([row for row, _, _ in packed], np.int32),
