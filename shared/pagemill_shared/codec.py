@@ -21,9 +21,7 @@ def encode(message: Message) -> bytes:
         ValueError: the encoded message would exceed MAX_MESSAGE_BYTES or an array has the wrong shape.
     """
     tag, layout = WIRE.by_type[type(message)]
-    packed = [tag, WIRE.version]
-    packed.extend(kind.pack(getattr(message, name)) for name, kind in layout)
-    data: bytes = msgpack.packb(packed)
+    data: bytes = msgpack.packb([tag, WIRE.version, *layout.pack(message)])
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"{type(message).__name__} of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
     return data

@@ -93,8 +93,8 @@ class SamplingParams(Message):
     @property
     def end_token_ids(self) -> Int32Array:
         """Every token that ends a sequence."""
-        ends = _NO_IDS if self.ignore_eos else self.eos_token_ids
-        return np.unique(np.concatenate([ends, self.stop_token_ids])).astype(np.int32)
+        ends = self.stop_token_ids.tolist() + ([] if self.ignore_eos else self.eos_token_ids.tolist())
+        return np.array(sorted(set(ends)), np.int32)
 
     @property
     def num_candidates(self) -> int:

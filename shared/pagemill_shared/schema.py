@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -28,7 +29,13 @@ _WIRE_FLOAT32 = np.dtype("<f4")
 
 
 class Kind:
-    """How one field travels. ``pack`` gives a msgpack value, ``unpack`` checks one and gives it back."""
+    """How one field travels. ``pack`` gives a msgpack value, ``unpack`` checks one and gives it back.
+
+    Attributes:
+        as_is: ``pack`` changes nothing and need not be called.
+    """
+
+    as_is = True
 
     def pack(self, value: Any) -> Any:
         return value
@@ -60,15 +67,12 @@ class Float(Kind):
     def __init__(self, low: float = -math.inf, high: float = math.inf) -> None:
         self.low, self.high = low, high
 
-    def pack(self, value: Any) -> float:
-        return float(value)
-
     def unpack(self, raw: Any) -> float:
-        if type(raw) is not float:
+        if type(raw) is not float and type(raw) is not int:
             raise ProtocolError(f"expected a float, got {type(raw).__name__}")
         if not self.low <= raw <= self.high:  # also refuses NaN
             raise ProtocolError(f"{raw} is outside {self.low}..{self.high}")
-        return raw
+        return float(raw)
 
 
 class Text(Kind):
@@ -100,6 +104,7 @@ class _PackedArray(Kind):
 
     wire: np.dtype[Any]
     native: type
+    as_is = False
 
     def __init__(self, max_items: int, columns: int = 1, low: float | None = None) -> None:
         self.max_items, self.columns, self.low = max_items, columns, low
@@ -135,6 +140,7 @@ class Float32s(_PackedArray):
 class Optional(Kind):
     def __init__(self, inner: Kind) -> None:
         self.inner = inner
+        self.as_is = inner.as_is
 
     def pack(self, value: Any) -> Any:
         return None if value is None else self.inner.pack(value)
@@ -144,6 +150,8 @@ class Optional(Kind):
 
 
 class Tuple(Kind):
+    as_is = False
+
     def __init__(self, inner: Kind, max_items: int) -> None:
         self.inner, self.max_items = inner, max_items
 
@@ -161,12 +169,14 @@ class Tuple(Kind):
 class Nested(Kind):
     """Another dataclass, in place, as an array without tag and version."""
 
+    as_is = False
+
     def __init__(self, cls: type) -> None:
         self.cls = cls
         self.layout = layout_of(cls)
 
     def pack(self, value: Any) -> list[Any]:
-        return [kind.pack(getattr(value, name)) for name, kind in self.layout]
+        return self.layout.pack(value)
 
     def unpack(self, raw: Any) -> Any:
         if type(raw) is not list:
@@ -174,7 +184,26 @@ class Nested(Kind):
         return self.cls(*unpack_fields(self.cls, self.layout, raw))
 
 
-Layout = tuple[tuple[str, Kind], ...]
+def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """As attrgetter, but with a tuple for one name and for none, too."""
+    return lambda value: tuple(getattr(value, name) for name in names)
+
+
+class Layout:
+    """The fields of a dataclass and their kinds, in order."""
+
+    def __init__(self, fields: list[tuple[str, Kind]]) -> None:
+        self.fields = tuple(fields)
+        names = [name for name, _ in fields]
+        # One call for all fields, then one for each that needs packing: this is on the path of every iteration.
+        self._get: Callable[[Any], tuple[Any, ...]] = attrgetter(*names) if len(names) > 1 else _getter(names)
+        self._packers = tuple((i, kind.pack) for i, (_, kind) in enumerate(fields) if not kind.as_is)
+
+    def pack(self, value: Any) -> list[Any]:
+        packed = list(self._get(value))
+        for i, pack in self._packers:
+            packed[i] = pack(packed[i])
+        return packed
 
 
 def layout_of(cls: type) -> Layout:
@@ -191,14 +220,14 @@ def layout_of(cls: type) -> Layout:
         if len(kinds) != 1:
             raise TypeError(f"{cls.__name__}.{field.name} needs exactly one kind")
         layout.append((field.name, kinds[0]))
-    return tuple(layout)
+    return Layout(layout)
 
 
 def unpack_fields(cls: type, layout: Layout, raw: list[Any]) -> list[Any]:
-    if len(raw) != len(layout):
-        raise ProtocolError(f"{cls.__name__} has {len(layout)} fields, got {len(raw)}")
+    if len(raw) != len(layout.fields):
+        raise ProtocolError(f"{cls.__name__} has {len(layout.fields)} fields, got {len(raw)}")
     values = []
-    for (name, kind), item in zip(layout, raw, strict=True):
+    for (name, kind), item in zip(layout.fields, raw, strict=True):
         try:
             values.append(kind.unpack(item))
         except ProtocolError as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagemill_scheduler.prefix import extend_digests
+from pagemill_scheduler.pool import Node
 from pagemill_scheduler.request import Request, Sequence, Status
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
@@ -33,19 +33,35 @@ def starters(request: Request) -> list[Sequence]:
     return unfinished if request.forked else unfinished[:1]
 
 
-def blocks_to_start(state: State, worker: WorkerState, request: Request) -> int:
-    """Free blocks that starting ``request`` takes, with one more for each fork to come."""
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What starting a request on a worker takes.
+
+    Attributes:
+        blocks: free blocks, with one more for each fork to come.
+        cached: leading blocks of its first sequence that the prefix cache holds; nodes: theirs.
+    """
+
+    blocks: int
+    cached: list[int]
+    nodes: list[Node]
+
+
+def demand(state: State, worker: WorkerState, request: Request) -> Demand:
+    """What ``request`` would take on ``worker`` as things stand."""
     need = 0
     seen: set[int] = set()
-    for number, sequence in enumerate(starters(request)):
+    sequences = starters(request)
+    for sequence in sequences:
         total = worker.blocks_for(len(sequence.tokens))
         sharable = _sharable(worker, sequence)[:total]
         need += total - len(seen.intersection(sharable))
-        if number == 0:
-            # Blocks in use cost nothing to share; an evictable one is taken from the free ones like a new one.
-            need -= sum(1 for block in cached_blocks(state, worker, sequence) if worker.pool.refs[block])
         seen.update(sharable)
-    return need + (0 if request.forked else request.sampling.width - 1)
+    cached, nodes = _cached(state, worker, sequences[0])
+    if cached:
+        # Blocks in use cost nothing to share; an evictable one is taken from the free ones like a new one.
+        need -= int(np.count_nonzero(worker.pool.refs[cached]))
+    return Demand(need + (0 if request.forked else request.width - 1), cached, nodes)
 
 
 def _sharable(worker: WorkerState, sequence: Sequence) -> list[int]:
@@ -62,30 +78,27 @@ def _sharable(worker: WorkerState, sequence: Sequence) -> list[int]:
     return sequence.parked.blocks[: computed // worker.block_size]
 
 
-def cached_blocks(state: State, worker: WorkerState, sequence: Sequence) -> list[int]:
+def _cached(state: State, worker: WorkerState, sequence: Sequence) -> tuple[list[int], list[Node]]:
     """The leading blocks of a waiting sequence that the worker's prefix cache holds.
 
     At least one token is left to compute, or there would be no logits to sample from.
     """
     if not state.config.prefix_caching:
-        return []
-    count = (len(sequence.tokens) - 1) // worker.block_size
-    extend_digests(sequence.digests, sequence.request.cache_root, sequence.tokens, worker.block_size, count)
-    blocks: list[int] = []
-    for digest in sequence.digests[:count]:
-        block = worker.pool.lookup(digest)
-        if block is None:
-            break
-        blocks.append(block)
-    return blocks
+        return [], []
+    size = worker.block_size
+    count = (len(sequence.tokens) - 1) // size
+    return worker.pool.find(sequence.request.cache_salt, sequence.tokens[: count * size].tobytes(), 4 * size)
 
 
-def start(state: State, worker: WorkerState, request: Request, now: float) -> Arrival:
+def start(state: State, worker: WorkerState, request: Request, taken: Demand, now: float) -> Arrival:
     """Move a waiting request onto ``worker``, with blocks for all of its known tokens.
 
     Every sequence gets its blocks at once: were they handed out chunk by chunk, a long prompt could be thrown out
     half-way, over and over. Sequences of a preempted group share the blocks that they shared before: the first of
     them computes (or swaps in) such a block, the others wait at a gate until it has.
+
+    Args:
+        taken: ``demand`` of this request, made since the worker's pool last changed.
     """
     state.queue.remove(request)
     request.move(Status.RUNNING)
@@ -97,8 +110,9 @@ def start(state: State, worker: WorkerState, request: Request, now: float) -> Ar
     arrival = Arrival()
     now_at: dict[int, int] = {}  # a parked block -> the device block that now stands for it
     filled_by: dict[int, int] = {}  # a device block -> the slot that fills it
-    for sequence in starters(request):
-        _start_sequence(state, worker, sequence, now_at, filled_by, arrival)
+    for number, sequence in enumerate(starters(request)):
+        cached, nodes = (taken.cached, taken.nodes) if number == 0 else _cached(state, worker, sequence)
+        _start_sequence(state, worker, sequence, cached, nodes, now_at, filled_by, arrival)
     if fresh:
         request.started_at = now
         state.counters.prompt_tokens += len(request.prompt)
@@ -128,6 +142,8 @@ def _start_sequence(
     state: State,
     worker: WorkerState,
     sequence: Sequence,
+    cached: list[int],
+    nodes: list[Node],
     now_at: dict[int, int],
     filled_by: dict[int, int],
     arrival: Arrival,
@@ -138,23 +154,22 @@ def _start_sequence(
     parked = _sharable(worker, sequence)[:total]
     held = sequence.parked.computed if sequence.parked else 0
     swapped = bool(sequence.request.swapped_to)
-    cached = cached_blocks(state, worker, sequence)
     # First share what is there, so that nothing of it is evicted by what is allocated after.
-    blocks: list[int] = []
     lead = 0  # leading blocks that need no work of this sequence
     gate, gate_at = -1, 0
-    for i in range(total):
+    blocks = [_NO_BLOCK] * total
+    for i in range(max(len(parked), len(cached))):
         block = now_at.get(parked[i], _NO_BLOCK) if i < len(parked) else _NO_BLOCK
         if block == _NO_BLOCK and i < len(cached):
             block = cached[i]
         if block != _NO_BLOCK and (swapped or lead == i):
-            pool.share(np.array([block], np.int32))
+            blocks[i] = block
             lead += lead == i
             if block in filled_by:
                 gate, gate_at = filled_by[block], (i + 1) * size
-        else:
-            block = _NO_BLOCK
-        blocks.append(block)
+    shared = [block for block in blocks if block != _NO_BLOCK]
+    if shared:
+        pool.share(np.array(shared, np.int32))
     missing = [i for i, block in enumerate(blocks) if block == _NO_BLOCK]
     for i, block in zip(missing, pool.allocate(len(missing)).tolist(), strict=True):
         blocks[i] = block
@@ -171,7 +186,9 @@ def _start_sequence(
             filled_by[block] = slot
         if gate >= 0:
             worker.table.close_gate(slot, gate, gate_at)
-    worker.table.named[slot] = min(lead, ready // size)
+    named = min(lead, len(cached))
+    if named:
+        worker.table.named[slot], worker.table.nodes[slot] = named, nodes[named - 1]
     arrival.joined.append(
         SequenceJoin(
             slot=slot,

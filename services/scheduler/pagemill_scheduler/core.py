@@ -203,5 +203,5 @@ class SchedulerCore:
                 self._state.send(gateway.peer, gateway.take_delivery())
             elif gateway.peer is None:
                 # Nothing can reach it now; should it come back, it gets everything anew.
-                gateway.ended.extend((0, request) for request in gateway.delivery.ended)
+                gateway.keep(0, gateway.delivery.ended)
                 gateway.delivery.reset()

@@ -20,7 +20,6 @@ class GatewayState:
         index: its number in the arrays of the workers.
         peer: None while its connection is broken.
         requests: live ones by handle.
-        ended: (delivery number, request) of those whose end it has not acknowledged: a resync delivers them again.
         delivery: what the current event has for it.
     """
 
@@ -32,21 +31,35 @@ class GatewayState:
     outgoing: Outgoing = field(default_factory=Outgoing)
     incoming: Incoming = field(default_factory=Incoming)
     requests: dict[int, Request] = field(default_factory=dict)
-    ended: deque[tuple[int, Request]] = field(default_factory=deque)
     delivery: DeliveryBuilder = field(default_factory=DeliveryBuilder)
     heartbeat_at: float = 0.0
+    _ended: deque[tuple[int, Request]] = field(default_factory=deque)
+    _ended_handles: set[int] = field(default_factory=set)
 
     def knows(self, handle: int) -> bool:
-        return handle in self.requests or any(request.handle == handle for _, request in self.ended)
+        return handle in self.requests or handle in self._ended_handles
 
     def take_delivery(self) -> Delivery:
         """The current event's delivery, numbered; the requests that it ends wait for its acknowledgement."""
         number = self.outgoing.next()
         ended = self.delivery.ended
         delivery = self.delivery.build(self.outgoing.epoch, number)
-        self.ended.extend((number, request) for request in ended)
+        self.keep(number, ended)
         return delivery
 
     def acknowledge(self, number: int) -> None:
-        while self.ended and self.ended[0][0] <= number:
-            self.ended.popleft()
+        while self._ended and self._ended[0][0] <= number:
+            _, request = self._ended.popleft()
+            self._ended_handles.discard(request.handle)
+
+    def keep(self, number: int, requests: list[Request]) -> None:
+        """Remember ``requests``, which delivery ``number`` ends, until it is acknowledged."""
+        self._ended.extend((number, request) for request in requests)
+        self._ended_handles.update(request.handle for request in requests)
+
+    def take_unacknowledged(self) -> list[Request]:
+        """The ended requests whose end must be delivered again; the caller keeps them anew."""
+        requests = [request for _, request in self._ended]
+        self._ended.clear()
+        self._ended_handles.clear()
+        return requests

@@ -7,7 +7,6 @@ from pagemill_scheduler.beams import BeamSearch
 from pagemill_scheduler.events import Peer
 from pagemill_scheduler.gateway import GatewayState
 from pagemill_scheduler.placement import can_ever_hold
-from pagemill_scheduler.prefix import root_digest
 from pagemill_scheduler.request import Request, Sequence
 from pagemill_scheduler.state import State
 from pagemill_shared.messages import (
@@ -47,8 +46,7 @@ def begin_epoch(state: State, gateway: GatewayState) -> None:
     state.send(gateway.peer, state.fleet)
     # What the current event has gathered so far is contained in the redelivery.
     builder = gateway.delivery
-    ended = [request for _, request in gateway.ended] + builder.ended
-    gateway.ended.clear()
+    ended = gateway.take_unacknowledged() + builder.ended
     builder.reset()
     builder.ended.extend(ended)
     for request in [*gateway.requests.values(), *ended]:
@@ -93,7 +91,7 @@ def submit(state: State, gateway: GatewayState, message: SubmitRequest, now: flo
         state.next_arrival(),
         now,
         key=_key(state, message.priority, now),
-        cache_root=root_digest(message.cache_salt),
+        cache_salt=message.cache_salt,
     )
     refusal = _refusal(state, request)
     if refusal is not None:
@@ -157,12 +155,12 @@ def never_fits(state: State, request: Request) -> RequestFailure | None:
         param = "prompt" if len(request.prompt) >= longest else "max_tokens"
         return RequestFailure(request.handle, "context_length_exceeded", message, param)
     param = "beam_width" if sampling.beam_width else "n"
-    if sampling.width > state.config.seats:
-        message = f"{sampling.width} sequences at once were asked for, but a worker runs at most {state.config.seats}"
+    if request.width > state.config.seats:
+        message = f"{request.width} sequences at once were asked for, but a worker runs at most {state.config.seats}"
         return RequestFailure(request.handle, "too_many_sequences", message, param)
     worker = max(workers, key=lambda w: w.pool.num_blocks)
     message = (
-        f"{sampling.width} sequences of up to {request.limit} tokens need {worker.most_blocks(request)} blocks of "
+        f"{request.width} sequences of up to {request.limit} tokens need {worker.most_blocks(request)} blocks of "
         f"{worker.block_size} tokens, but the largest pool has {worker.pool.num_blocks}"
     )
     return RequestFailure(request.handle, "too_many_sequences", message, param)

@@ -35,7 +35,7 @@ def check(state: State) -> None:
 def _check_pool(worker: WorkerState) -> None:
     pool, table, name = worker.pool, worker.table, worker.identity
     refs = np.zeros_like(pool.refs)
-    for slot in table.order():
+    for slot in table.slots():
         np.add.at(refs, table.blocks_of(int(slot)), 1)
     _require(refs[0] == 0, f"{name}: the padding block is in use")
     wrong = np.flatnonzero(refs != pool.refs)
@@ -64,12 +64,12 @@ def _check_host(state: State, worker: WorkerState) -> None:
 
 def _check_rows(worker: WorkerState) -> None:
     table, name = worker.table, worker.identity
-    _require(len(table.order()) + table.num_free == table.capacity, f"{name}: slots were lost")
+    _require(len(table.slots()) + table.num_free == table.capacity, f"{name}: slots were lost")
     seats = {id(s.request): s.request.seats for s in table.sequences()}
     _require(sum(seats.values()) == worker.seats_taken, f"{name}: seats {seats} are not {worker.seats_taken}")
     _require(int((table.gate >= 0).sum()) == table.num_gates, f"{name}: gates miscounted")
     _require(int(table.beam.sum()) == table.num_beams, f"{name}: beams miscounted")
-    for slot in table.order().tolist():
+    for slot in table.slots().tolist():
         sequence = table.sequence(slot)
         request = sequence.request
         who = f"{name} slot {slot} ({request.request_id})"
@@ -100,7 +100,7 @@ def _check_flights(worker: WorkerState) -> None:
         for index, sequence in flight.orphans.items():
             _require(not flight.live[index], f"{worker.identity}: token {index} has two owners")
             _require(sequence.slot < 0 or sequence.in_flight == 0, f"{worker.identity}: an orphan runs")
-    slots = table.order()
+    slots = table.slots()
     _require((pending[slots] == table.pending[slots]).all(), f"{worker.identity}: pending tokens miscounted")
     _require(pending.sum() == pending[slots].sum(), f"{worker.identity}: a token is on its way to an empty slot")
     for request in {id(s.request): s.request for s in table.sequences()}.values():
@@ -111,7 +111,7 @@ def _check_flights(worker: WorkerState) -> None:
 
 def _check_notes(worker: WorkerState) -> None:
     notes = worker.notes
-    slots = set(worker.table.order().tolist())
+    slots = set(worker.table.slots().tolist())
     _require(notes.chosen.keys() <= slots, f"{worker.identity}: a token was chosen for an empty slot")
     _require({child for _, child, _ in notes.forks} <= slots, f"{worker.identity}: a fork fills an empty slot")
     _require(len(set(notes.released)) == len(notes.released), f"{worker.identity}: a slot is released twice")

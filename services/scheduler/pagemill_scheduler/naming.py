@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagemill_scheduler.prefix import extend_digests
 from pagemill_scheduler.worker import WorkerState
 from pagemill_shared.schema import Int32Array
 
@@ -20,12 +19,12 @@ def name_slot(worker: WorkerState, slot: int) -> None:
     first = int(table.named[slot])
     if full <= first:
         return
-    sequence = table.sequence(slot)
-    digests = sequence.digests
-    extend_digests(digests, sequence.request.cache_root, table.tokens_of(slot), size, full)
-    blocks = table.blocks[slot]
-    for i in range(first, full):
-        pool.name(int(blocks[i]), digests[i])
+    data = table.tokens[slot, first * size : full * size].tobytes()
+    width = 4 * size
+    node = table.nodes[slot]
+    for i, block in enumerate(table.blocks[slot, first:full].tolist()):
+        node = pool.name(node, data[i * width : (i + 1) * width], block)
+    table.nodes[slot] = node
     table.named[slot] = full
 
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from pagemill_scheduler.admission import blocks_to_start, cached_blocks
+from dataclasses import dataclass
+
+from pagemill_scheduler.admission import Demand, demand
 from pagemill_scheduler.request import Request
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request starts, and what it takes there."""
+
+    worker: WorkerState
+    taken: Demand
 
 
 class Claims:
@@ -20,18 +30,18 @@ class Claims:
         self._seats: dict[str, int] = {}
         self._blocks: dict[str, int] = {}
 
-    def claim(self, worker: WorkerState, request: Request) -> None:
+    def claim(self, worker: WorkerState, request: Request, taken: Demand) -> None:
         name = worker.identity
-        self._seats[name] = self._seats.get(name, 0) + request.sampling.width
-        self._blocks[name] = self._blocks.get(name, 0) + blocks_to_start(self._state, worker, request)
+        self._seats[name] = self._seats.get(name, 0) + request.width
+        self._blocks[name] = self._blocks.get(name, 0) + taken.blocks
 
-    def place(self, request: Request) -> tuple[WorkerState | None, str]:
-        """The worker for ``request`` among those with a seat and blocks for it now, or None and the reason.
+    def place(self, request: Request) -> Place | str:
+        """The worker for ``request`` among those with a seat and blocks for it now, or the reason why there is none.
 
         The one that caches most of its prompt, unless another is so much less loaded that computing the prompt anew
         costs less than waiting; then the least loaded. A swapped request can only go to the worker that holds it.
         """
-        best: WorkerState | None = None
+        best: Place | None = None
         best_cost = 0.0
         why = "no worker is ready"
         workers = self._state.ready_workers()
@@ -40,29 +50,30 @@ class Claims:
                 continue
             if not can_ever_hold(self._state, worker, request):
                 continue
-            refusal = self._refusal(worker, request)
+            taken = demand(self._state, worker, request)
+            refusal = self._refusal(worker, request, taken)
             if refusal:
                 why = refusal
                 continue
-            cost = self._load(worker)
-            if len(workers) > 1:
-                cost -= self._cached_share(worker, request)
+            if len(workers) == 1:
+                return Place(worker, taken)
+            cached = len(taken.cached) * worker.block_size / len(request.unfinished[0].tokens)
+            cost = self._load(worker) - cached
             if best is None or cost < best_cost:
-                best, best_cost = worker, cost
-        return best, why
+                best, best_cost = Place(worker, taken), cost
+        return best or why
 
-    def _refusal(self, worker: WorkerState, request: Request) -> str:
+    def _refusal(self, worker: WorkerState, request: Request, taken: Demand) -> str:
         """Why ``worker`` cannot start ``request`` now; empty if it can."""
-        taken = worker.seats_taken + self._seats.get(worker.identity, 0)
+        seated = worker.seats_taken + self._seats.get(worker.identity, 0)
         seats = self._state.config.seats
-        if taken + request.sampling.width > seats:
-            return f"seats: it needs {request.sampling.width}, {taken} of {seats} are taken"
-        need = blocks_to_start(self._state, worker, request)
+        if seated + request.width > seats:
+            return f"seats: it needs {request.width}, {seated} of {seats} are taken"
         free = worker.pool.num_free - self._blocks.get(worker.identity, 0)
         # An idle worker takes whatever fits, or a request of the pool's size would wait for ever.
-        reserve = int(self._state.config.watermark * worker.pool.num_blocks) if taken else 0
-        if need + reserve > free:
-            return f"blocks: it needs {need} and {reserve} stay in reserve, {free} are free"
+        reserve = int(self._state.config.watermark * worker.pool.num_blocks) if seated else 0
+        if taken.blocks + reserve > free:
+            return f"blocks: it needs {taken.blocks} and {reserve} stay in reserve, {free} are free"
         return ""
 
     def _load(self, worker: WorkerState) -> float:
@@ -70,16 +81,11 @@ class Claims:
         blocks = (worker.pool.num_used + self._blocks.get(worker.identity, 0)) / worker.pool.num_blocks
         return max(seats, blocks)
 
-    def _cached_share(self, worker: WorkerState, request: Request) -> float:
-        """Share of the request's tokens that the worker's prefix cache holds."""
-        sequence = request.unfinished[0]
-        return len(cached_blocks(self._state, worker, sequence)) * worker.block_size / len(sequence.tokens)
-
 
 def can_ever_hold(state: State, worker: WorkerState, request: Request) -> bool:
     """Whether the worker, were it empty, could run ``request`` to its end."""
     return (
         request.limit <= worker.max_length
-        and request.sampling.width <= state.config.seats
+        and request.width <= state.config.seats
         and worker.most_blocks(request) <= worker.pool.num_blocks
     )

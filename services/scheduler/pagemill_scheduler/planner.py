@@ -51,8 +51,8 @@ def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | 
             break
         _add_chunk(state, worker, slot, draft)
     if not worker.leaving:
-        for request in _newcomers(state, worker, draft):
-            arrival = admission.start(state, worker, request, now)
+        for request, taken in _newcomers(state, worker, draft):
+            arrival = admission.start(state, worker, request, taken, now)
             draft.joined.extend(arrival.joined)
             draft.swap_in.extend(arrival.swap_in)
             _run_newcomers(state, worker, arrival.joined, draft)
@@ -86,17 +86,15 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Int32Array, Int32Arra
     """
     table, pool = worker.table, worker.pool
     while True:
-        order = table.order()
-        if not len(order):
-            return order, order, order
-        length = table.length[order] + table.pending[order]
-        computed = table.computed[order]
+        slots = table.slots()
+        length = table.length[slots] + table.pending[slots]
+        computed = table.computed[slots]
         # A row whose last token is already on its way (pending up to its limit) sits this plan out, and so does a
         # beam whose step is out: all beams of a request step together.
-        ready = (length - computed == 1) & (length < table.limit[order])
+        ready = (length - computed == 1) & (length < table.limit[slots])
         if table.num_beams or table.num_gates:
-            ready = _hold_back(worker, order, ready)
-        rows = order[ready]
+            ready = _hold_back(worker, slots, ready)
+        rows = slots[ready]
         position = computed[ready] // table.block_size
         grows = position >= table.num_blocks[rows]
         growing = rows[grows]
@@ -106,17 +104,17 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Int32Array, Int32Arra
         need = len(growing) + (_copies_needed(worker, targets[several]) if len(shared) else 0)
         if need <= pool.num_free:
             return rows, growing, shared
-        victim = table.sequence(int(order[-1])).request
+        victim = table.sequence(int(table.ordered(slots)[-1])).request
         preempt_for(state, worker, victim, f"{need} blocks were needed to go on, {pool.num_free} were free")
 
 
-def _hold_back(worker: WorkerState, order: Int32Array, ready: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _hold_back(worker: WorkerState, slots: Int32Array, ready: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """``ready`` without rows at a closed gate, and without beams whose request has a beam that is not ready."""
     table = worker.table
     for slot in np.flatnonzero(table.gate >= 0).tolist():
         table.gated(slot)
-    ready = ready & (table.gate[order] < 0) & ~(table.beam[order] & (table.pending[order] > 0))
-    beam, request = table.beam[order], table.arrival[order]
+    ready = ready & (table.gate[slots] < 0) & ~(table.beam[slots] & (table.pending[slots] > 0))
+    beam, request = table.beam[slots], table.arrival[slots]
     lagging = np.unique(request[beam & ~ready])
     return ready & ~(beam & np.isin(request, lagging))
 
@@ -154,9 +152,9 @@ def _copy_on_write(state: State, worker: WorkerState, slot: int, draft: Draft) -
 def _prefilling(worker: WorkerState) -> list[int]:
     """Slots with more than one known token to compute, first to be served first."""
     table = worker.table
-    order = table.order()
-    left = table.length[order] + table.pending[order] - table.computed[order]
-    return [int(slot) for slot in order[left > 1]]
+    slots = table.slots()
+    left = table.length[slots] + table.pending[slots] - table.computed[slots]
+    return [int(slot) for slot in table.ordered(slots[left > 1])]
 
 
 def _add_chunk(state: State, worker: WorkerState, slot: int, draft: Draft) -> None:
@@ -212,7 +210,7 @@ def _run_newcomers(state: State, worker: WorkerState, joined: list[SequenceJoin]
             _add_chunk(state, worker, join.slot, draft)
 
 
-def _newcomers(state: State, worker: WorkerState, draft: Draft) -> Iterator[Request]:
+def _newcomers(state: State, worker: WorkerState, draft: Draft) -> Iterator[tuple[Request, admission.Demand]]:
     """Waiting requests to start on this worker now, in order. The caller starts each before it takes the next.
 
     Strictly in order: one that does not fit yet holds up those behind it, or a long request would starve. While
@@ -227,17 +225,17 @@ def _newcomers(state: State, worker: WorkerState, draft: Draft) -> Iterator[Requ
         if request.in_flight:
             request.waits_for = "results of plans that were in flight when it was preempted"
             return
-        target, why = claims.place(request)
-        if target is None and request.swapped_to and request.swapped_to != worker.identity:
-            continue  # it waits for the worker that holds it, not for this one
-        if target is None:
-            request.waits_for = why
+        place = claims.place(request)
+        if isinstance(place, str):
+            if request.swapped_to and request.swapped_to != worker.identity:
+                continue  # it waits for the worker that holds it, not for this one
+            request.waits_for = place
             return
-        if target is worker:
-            yield request
+        if place.worker is worker:
+            yield request, place.taken
         else:
-            claims.claim(target, request)
-            request.waits_for = f"the next plan of worker {target.identity}"
+            claims.claim(place.worker, request, place.taken)
+            request.waits_for = f"the next plan of worker {place.worker.identity}"
 
 
 def _make_way(state: State, worker: WorkerState) -> None:
@@ -248,23 +246,25 @@ def _make_way(state: State, worker: WorkerState) -> None:
     request = next(iter(state.queue), None)
     if request is None or request.in_flight or worker.lowest_priority <= request.priority:
         return
-    if not placement.can_ever_hold(state, worker, request) or placement.Claims(state).place(request)[0] is not None:
+    if not placement.can_ever_hold(state, worker, request) or not isinstance(
+        placement.Claims(state).place(request), str
+    ):
         return
     running = {id(s.request): s.request for s in worker.table.sequences()}
     lower = [r for r in running.values() if r.priority > request.priority and r.rank > request.rank]
     victims = sorted(lower, key=lambda r: r.rank, reverse=True)
     seats = state.config.seats - worker.seats_taken
     blocks = worker.pool.num_free
-    need = admission.blocks_to_start(state, worker, request)
+    need = admission.demand(state, worker, request).blocks
     chosen: list[Request] = []
     for victim in victims:
-        if seats >= request.sampling.width and blocks >= need:
+        if seats >= request.width and blocks >= need:
             break
         chosen.append(victim)
         seats += victim.seats
         owned = np.concatenate([worker.table.blocks_of(s.slot) for s in victim.sequences if s.slot >= 0])
         blocks += int((worker.pool.refs[np.unique(owned)] == np.unique(owned, return_counts=True)[1]).sum())
-    if seats >= request.sampling.width and blocks >= need:
+    if seats >= request.width and blocks >= need:
         for victim in chosen:
             preempt_for(state, worker, victim, f"request {request.request_id} has priority")
 

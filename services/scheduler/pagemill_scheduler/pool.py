@@ -8,6 +8,10 @@ import numpy as np
 
 from pagemill_shared.schema import Int32Array
 
+Node = int | str
+"""What stands for all tokens up to a block's end; a string is the salt at the root."""
+Name = tuple[Node, bytes]
+
 
 class BlockPool:
     """Blocks 1..num_blocks; physical block 0 is the worker's padding and never handed out.
@@ -15,8 +19,11 @@ class BlockPool:
     A block is free when nobody refers to it. It may be handed out again at once, because a worker carries out
     plans in order: whoever used it before has finished with it by then.
 
-    A full block can have a name, the digest of all tokens up to its end. A free block that has one is *evictable*: it
-    keeps its contents until it is needed, least recently used first, and can be shared again until then.
+    A full block can have a name: (node of the block before it, its tokens). The node is a number that no other name
+    ever gets, or for a sequence's first block the request's ``cache_salt``. So a name stands for all tokens up to the
+    block's end, is compared and not only hashed, and cannot be hit by mistake or across salts.
+    A free block that has a name is *evictable*: it keeps its contents until it is needed, least recently used first,
+    and can be shared again until then.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,8 +34,9 @@ class BlockPool:
         self._stack = np.arange(num_blocks, 0, -1, dtype=np.int32)
         self._unused = num_blocks
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._block_of: dict[bytes, int] = {}
-        self._name_of: dict[int, bytes] = {}
+        self._names: dict[Name, tuple[int, int]] = {}  # -> block, node
+        self._name_of: dict[int, Name] = {}
+        self._nodes = 0
 
     @property
     def num_free(self) -> int:
@@ -51,8 +59,8 @@ class BlockPool:
         """
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} free")
-        while self._unused < count:
-            self._evict()
+        if self._unused < count:
+            self._evict(count - self._unused)
         self._unused -= count
         blocks = self._stack[self._unused : self._unused + count][::-1].copy()
         self.refs[blocks] = 1
@@ -81,17 +89,32 @@ class BlockPool:
             self._evictable[block] = None
         self._push(freed[~keep])
 
-    def name(self, block: int, digest: bytes) -> None:
-        """Name a full block in use. The first block of a name keeps it."""
-        if digest in self._block_of or self.named[block]:
-            return
-        self._block_of[digest] = block
-        self._name_of[block] = digest
+    def name(self, parent: Node, tokens: bytes, block: int) -> Node:
+        """Name a full block in use, and give its node. The first block of a name keeps it."""
+        name = (parent, tokens)
+        known = self._names.get(name)
+        if known is not None:
+            return known[1]
+        self._nodes += 1
+        self._names[name] = (block, self._nodes)
+        self._name_of[block] = name
         self.named[block] = True
+        return self._nodes
 
-    def lookup(self, digest: bytes) -> int | None:
-        """The block of that name, used or evictable."""
-        return self._block_of.get(digest)
+    def find(self, root: Node, tokens: bytes, block_bytes: int) -> tuple[list[int], list[Node]]:
+        """The leading blocks of ``tokens`` that are here, used or evictable, and their nodes."""
+        blocks: list[int] = []
+        nodes: list[Node] = []
+        parent = root
+        names = self._names
+        for start in range(0, len(tokens), block_bytes):
+            known = names.get((parent, tokens[start : start + block_bytes]))
+            if known is None:
+                break
+            blocks.append(known[0])
+            parent = known[1]
+            nodes.append(parent)
+        return blocks, nodes
 
     def withdraw(self, blocks: Int32Array) -> None:
         """Take their names away: what they hold is not what the names say."""
@@ -113,13 +136,16 @@ class BlockPool:
         self._stack[self._unused : self._unused + len(blocks)] = blocks
         self._unused += len(blocks)
 
-    def _evict(self) -> None:
-        block, _ = self._evictable.popitem(last=False)
-        self._forget_name(block)
-        self._push(np.array([block], np.int32))
+    def _evict(self, count: int) -> None:
+        blocks = [self._evictable.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            del self._names[self._name_of.pop(block)]
+        evicted = np.array(blocks, np.int32)
+        self.named[evicted] = False
+        self._push(evicted)
 
     def _forget_name(self, block: int) -> None:
-        del self._block_of[self._name_of.pop(block)]
+        del self._names[self._name_of.pop(block)]
         self.named[block] = False
 
 

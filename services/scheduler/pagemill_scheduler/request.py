@@ -74,7 +74,6 @@ class Sequence:
         slot: its row on the request's worker, -1 without one.
         in_flight: tokens of plans that were in flight when it was preempted; their results still count.
         logprobs: one entry per output token where the request asks for them.
-        digests: names of its leading full blocks, as far as they were needed.
         parked: where its keys and values were when the request was preempted.
         score: of a finished beam hypothesis.
     """
@@ -86,7 +85,6 @@ class Sequence:
     in_flight: int = 0
     finish: FinishReason = FinishReason.NOT_FINISHED
     logprobs: list[LogprobEntry] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
     parked: Parked | None = None
     score: float = 0.0
 
@@ -115,6 +113,8 @@ class Request:
         deaths: workers that died while they ran it.
         waits_for: why it is not running, for people.
         failure: the error that it ended with.
+        limit: most tokens that a sequence of it may have, prompt included.
+        width, end_ids: as in its sampling parameters.
     """
 
     gateway: GatewayState
@@ -126,7 +126,7 @@ class Request:
     arrival: int
     arrived_at: float
     key: int
-    cache_root: bytes
+    cache_salt: str
     sequences: list[Sequence] = field(default_factory=list)
     status: Status = Status.WAITING
     worker: str = ""
@@ -142,6 +142,14 @@ class Request:
     started_at: float | None = None
     waits_for: str = "arrived just now"
     failure: RequestFailure | None = None
+    limit: int = field(init=False)
+    width: int = field(init=False)
+    end_ids: Int32Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.limit = len(self.prompt) + self.sampling.max_tokens
+        self.width = self.sampling.width
+        self.end_ids = self.sampling.end_token_ids
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -151,11 +159,6 @@ class Request:
     @property
     def unfinished(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if not sequence.finished]
-
-    @property
-    def limit(self) -> int:
-        """Most tokens that a sequence of it may have, prompt included."""
-        return len(self.prompt) + self.sampling.max_tokens
 
     @property
     def in_flight(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from pagemill_scheduler.pool import Node
 from pagemill_scheduler.request import Sequence
 from pagemill_shared.schema import Int32Array
 
@@ -31,7 +32,7 @@ class SlotTable:
         logprobs: [capacity] bool, wants log-probabilities.
         handle, sequence_index, gateway: [capacity] where its tokens are delivered to.
         cached: [capacity] prompt tokens that the prefix cache spared.
-        named: [capacity] leading full blocks that have been offered to the prefix cache.
+        named: [capacity] leading full blocks that have been offered to the prefix cache; nodes: the last one's node.
         beam: [capacity] bool, a beam: the scheduler chooses its tokens, and it runs only when none is pending.
         gate, gate_at: [capacity] while ``gate`` is not -1 the row must not run before that slot has computed
             ``gate_at`` tokens: it shares blocks with it that are being recomputed.
@@ -65,11 +66,13 @@ class SlotTable:
         self.key = np.zeros(capacity, np.int64)
         self.arrival = np.zeros(capacity, np.int64)
         self.priority = np.zeros(capacity, np.int32)
+        self.nodes: list[Node] = [""] * capacity
         self.num_beams = 0
         self.num_gates = 0
         self._sequences: list[Sequence | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
-        self._order: Int32Array | None = None
+        self._used = np.zeros(capacity, np.bool_)
+        self._slots: Int32Array | None = None
 
     def __len__(self) -> int:
         return self.capacity - len(self._free)
@@ -91,12 +94,17 @@ class SlotTable:
     def sequences(self) -> Iterator[Sequence]:
         return (sequence for sequence in self._sequences if sequence is not None)
 
-    def order(self) -> Int32Array:
-        """Slots in use, first to be served first. Do not write to it."""
-        if self._order is None:
-            slots = np.fromiter((s.slot for s in self.sequences()), np.int32, len(self))
-            self._order = slots[np.lexsort((self.sequence_index[slots], self.arrival[slots], self.key[slots]))]
-        return self._order
+    def slots(self) -> Int32Array:
+        """Slots in use, in no particular order. Do not write to it."""
+        if self._slots is None:
+            self._slots = np.flatnonzero(self._used).astype(np.int32)
+        return self._slots
+
+    def ordered(self, slots: Int32Array) -> Int32Array:
+        """``slots``, first to be served first."""
+        if len(slots) < 2:
+            return slots
+        return slots[np.lexsort((self.sequence_index[slots], self.arrival[slots], self.key[slots]))]
 
     def blocks_of(self, slot: int) -> Int32Array:
         """The slot's block table, as a view."""
@@ -130,7 +138,7 @@ class SlotTable:
         self.prompt_length[slot] = len(request.prompt)
         self.limit[slot] = min(request.limit, self.max_length)
         self.min_length[slot] = min(len(request.prompt) + sampling.min_tokens, 2**31 - 1)
-        stops = sampling.end_token_ids
+        stops = request.end_ids
         self.many_stops[slot] = len(stops) > STOP_IDS_WIDTH
         self.stop_ids[slot] = _NONE
         self.stop_ids[slot, : min(len(stops), STOP_IDS_WIDTH)] = stops[:STOP_IDS_WIDTH]
@@ -140,13 +148,15 @@ class SlotTable:
         self.gateway[slot] = request.gateway.index
         self.cached[slot] = request.cached_tokens
         self.named[slot] = 0
+        self.nodes[slot] = request.cache_salt
         self.beam[slot] = request.beams is not None
         self.num_beams += request.beams is not None
         self.key[slot] = request.key
         self.arrival[slot] = request.arrival
         self.priority[slot] = request.priority
         self._sequences[slot] = sequence
-        self._order = None
+        self._used[slot] = True
+        self._slots = None
         sequence.slot = slot
         return slot
 
@@ -157,8 +167,7 @@ class SlotTable:
         self.blocks[child, :blocks] = self.blocks[parent, :blocks]
         self.length[child], self.num_blocks[child] = length, blocks
         self.computed[child] = self.computed[parent]
-        self.named[child] = self.named[parent]
-        self.sequence(child).digests = list(self.sequence(parent).digests)
+        self.named[child], self.nodes[child] = self.named[parent], self.nodes[parent]
 
     def is_idle(self, slot: int) -> bool:
         return not self.length[slot]
@@ -174,7 +183,8 @@ class SlotTable:
         sequence.slot = -1
         self._sequences[slot] = None
         self._free.append(slot)
-        self._order = None
+        self._used[slot] = False
+        self._slots = None
         return sequence
 
     def close_gate(self, slot: int, other: int, at: int) -> None:

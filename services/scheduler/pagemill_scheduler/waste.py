@@ -26,7 +26,7 @@ class Waste:
 def measure(worker: WorkerState) -> Waste:
     """One vectorised pass over the running rows."""
     table, pool, size = worker.table, worker.pool, worker.block_size
-    slots = table.order()
+    slots = table.slots()
     slots = slots[table.num_blocks[slots] > 0]
     allocated = pool.num_used * size
     if not len(slots):

@@ -115,7 +115,7 @@ class WorkerState:
     @property
     def lowest_priority(self) -> int:
         """The highest number among the priorities of its running requests; lower than any without one."""
-        slots = self.table.order()
+        slots = self.table.slots()
         return int(self.table.priority[slots].max()) if len(slots) else -(2**31)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -148,7 +148,7 @@ class WorkerState:
     def most_blocks(self, request: Request) -> int:
         """Blocks that ``request`` needs at its longest: full blocks of its prompt are shared, the rest is not."""
         each = self.blocks_for(request.limit)
-        width = request.sampling.width
+        width = request.width
         shared = len(request.prompt) // self.block_size if width > 1 else 0
         return shared + width * (each - shared)
 

@@ -50,7 +50,7 @@ def _message(cls: type[Message]) -> st.SearchStrategy[Message]:
 
 
 def _fields(layout: Layout) -> st.SearchStrategy[tuple[Any, ...]]:
-    return st.tuples(*(values(kind) for _, kind in layout))
+    return st.tuples(*(values(kind) for _, kind in layout.fields))
 
 
 def _arrays(items: st.SearchStrategy[Any], dtype: np.dtype[Any], kind: Any) -> st.SearchStrategy[Any]:
