@@ -73,6 +73,21 @@ def test_what_the_prefix_cache_held_shows_in_the_usage(chat: Stage) -> None:
     assert chat.stub.submitted[0].cache_salt == "mine"
 
 
+def test_token_ids_come_along_when_asked_for(chat: Stage, reference: PreTrainedTokenizerFast) -> None:
+    tokens = [*ids("one two"), END]
+    prompt = reference.apply_chat_template(HI, add_generation_prompt=True)["input_ids"]
+    chat.stub.replay(tokens, FinishReason.EOS)
+    answer = chat.post(PATH, messages=HI, return_token_ids=True).json()
+    assert answer["prompt_token_ids"] == prompt
+    assert answer["choices"][0]["token_ids"] == tokens
+    first, *others = chat.events(PATH, messages=HI, return_token_ids=True, stream_options={"include_usage": True})
+    assert first["prompt_token_ids"] == prompt
+    choices = [event["choices"][0] for event in others if event["choices"]]
+    assert [token for choice in choices for token in choice.get("token_ids", [])] == tokens
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "one two"
+    assert others[-1]["usage"]["completion_tokens"] == len(tokens)
+
+
 def test_a_stream_has_role_then_content_then_the_finish_reason(chat: Stage) -> None:
     chat.stub.replay([*ids("one two"), END], FinishReason.EOS)
     events = chat.events(PATH, messages=HI)

@@ -64,7 +64,7 @@ class Record:
 
 
 def request(stop: str | None = None, streaming: bool = True, timing: Record | None = None) -> GatewayRequest:
-    choice = Choice(0, Letters(), StopFinder([stop], False) if stop else None, 0, False)
+    choice = Choice(0, [1, 2], Letters(), StopFinder([stop], False) if stop else None, 0, False)
     return GatewayRequest(
         request_id="r",
         prompt_token_ids=np.array([1, 2], np.int32),

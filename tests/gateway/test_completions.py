@@ -349,3 +349,29 @@ def test_a_negative_seed_is_a_seed(api: Stage) -> None:
     api.stub.replay(ids("one"))
     whole(api, prompt="x", seed=-1)
     assert api.stub.submitted[0].sampling.seed == 2**63 - 1
+
+
+@pytest.mark.parametrize("text", [TEXT, "🙂日本"])
+@pytest.mark.parametrize("finish", [FinishReason.EOS, FinishReason.LENGTH])
+def test_token_ids_come_along_when_asked_for(api: Stage, text: str, finish: FinishReason) -> None:
+    tokens = [*ids(text), END] if finish is FinishReason.EOS else ids(text)
+    api.stub.replay(tokens, finish)
+    prompt = ids("The quick")
+    choice = api.post(PATH, prompt="The quick", return_token_ids=True).json()["choices"][0]
+    assert (choice["prompt_token_ids"], choice["token_ids"], choice["text"]) == (prompt, tokens, text)
+    events = [event["choices"][0] for event in api.events(PATH, prompt="The quick", return_token_ids=True)]
+    assert events[0]["prompt_token_ids"] == prompt
+    assert [token for event in events for token in event.get("token_ids", [])] == tokens
+    assert "".join(event["text"] for event in events) == text
+    assert all("token_ids" in event for event in events[1:-1])
+    plain = api.events(PATH, prompt="The quick", return_token_ids=False)
+    assert not any({"token_ids", "prompt_token_ids"} & event["choices"][0].keys() for event in plain)
+
+
+def test_token_ids_go_up_to_the_token_that_completed_the_stop_string(api: Stage) -> None:
+    api.stub.replay(ids(TEXT))
+    choice = api.post(PATH, prompt="x", stop="fox", return_token_ids=True).json()["choices"][0]
+    kept = TOKENIZER.decode(choice["token_ids"])
+    assert choice["token_ids"] == ids(TEXT)[: len(choice["token_ids"])]
+    assert "fox" in kept
+    assert "fox" not in TOKENIZER.decode(choice["token_ids"][:-1])

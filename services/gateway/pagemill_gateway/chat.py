@@ -77,35 +77,44 @@ def _whole(tokenizer: TextTokenizer, generation: Generation, body: ChatBody) -> 
     choices = []
     for choice in generation.output.choices:
         text, entries = choice.take()
-        choices.append(
-            {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": {"content": chat_entries(tokenizer, entries)} if body.logprobs else None,
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-        )
-    return {"choices": choices, "usage": generation.usage}
+        item: dict[str, Any] = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": {"content": chat_entries(tokenizer, entries)} if body.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if body.return_token_ids:
+            item["token_ids"] = choice.take_token_ids()
+        choices.append(item)
+    answer: dict[str, Any] = {"choices": choices, "usage": generation.usage}
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = list(generation.output.choices[0].prompt_token_ids)
+    return answer
 
 
 class ChatEvents(EventWriter):
     """Events of a chat completion: the role, then content, then the finish reason."""
 
     def __init__(self, tokenizer: TextTokenizer, envelope: dict[str, Any], body: ChatBody) -> None:
-        super().__init__(envelope, body.include_usage)
+        super().__init__(envelope, body)
         self._tokenizer = tokenizer
         self._before = f'{self.head}{{"index":0,"delta":{{"content":'
         self._after = f'}},"logprobs":null,"finish_reason":null}}]{self.tail}'
 
     def opening(self, choice: Choice) -> str:
-        return self._event(choice, '{"role":"assistant","content":""}')
+        event = self._event(choice, '{"role":"assistant","content":""}')
+        if not self.return_token_ids:
+            return event
+        return f'{event.removesuffix(self.tail)},"prompt_token_ids":{list(choice.prompt_token_ids)}{self.tail}'
 
-    def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob]) -> str:
-        if not entries:
+    def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob], more: str) -> str:
+        if not entries and not more:
             return self._before + quote(text) + self._after
-        logprobs = json.dumps({"content": chat_entries(self._tokenizer, entries)}, ensure_ascii=False)
-        return self._event(choice, f'{{"content":{quote(text)}}}', logprobs)
+        logprobs = (
+            json.dumps({"content": chat_entries(self._tokenizer, entries)}, ensure_ascii=False) if entries else "null"
+        )
+        return self._event(choice, f'{{"content":{quote(text)}}}', logprobs, "null" + more)
 
     def ending(self, choice: Choice) -> str:
         assert choice.finish_reason is not None

@@ -67,15 +67,16 @@ def _whole(tokenizer: TextTokenizer, generation: Generation, body: CompletionBod
     choices = []
     for choice in generation.output.choices:
         text, entries = choice.take()
-        choices.append(
-            {
-                "index": choice.index,
-                "text": text,
-                "logprobs": None if body.logprobs is None else completion_lists(tokenizer, entries),
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-        )
+        item: dict[str, Any] = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": None if body.logprobs is None else completion_lists(tokenizer, entries),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if body.return_token_ids:
+            item |= {"prompt_token_ids": list(choice.prompt_token_ids), "token_ids": choice.take_token_ids()}
+        choices.append(item)
     return {"choices": choices, "usage": generation.usage}
 
 
@@ -83,15 +84,20 @@ class CompletionEvents(EventWriter):
     """Events of a text completion; the choices of several prompts come interleaved."""
 
     def __init__(self, tokenizer: TextTokenizer, envelope: dict[str, Any], body: CompletionBody) -> None:
-        super().__init__(envelope, body.include_usage)
+        super().__init__(envelope, body)
         self._tokenizer = tokenizer
         self._after = f',"logprobs":null,"finish_reason":null}}]{self.tail}'
 
-    def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob]) -> str:
-        if not entries:
+    def opening(self, choice: Choice) -> str:
+        if not self.return_token_ids:
+            return ""
+        return self._event(choice, '""', "null", f'null,"prompt_token_ids":{list(choice.prompt_token_ids)}')
+
+    def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob], more: str) -> str:
+        if not entries and not more:
             return f'{self.head}{{"index":{choice.index},"text":{quote(text)}{self._after}'
-        logprobs = json.dumps(completion_lists(self._tokenizer, entries), ensure_ascii=False)
-        return self._event(choice, quote(text), logprobs, "null")
+        logprobs = json.dumps(completion_lists(self._tokenizer, entries), ensure_ascii=False) if entries else "null"
+        return self._event(choice, quote(text), logprobs, "null" + more)
 
     def ending(self, choice: Choice) -> str:
         assert choice.finish_reason is not None

@@ -211,6 +211,7 @@ class Engine:
     def _choice(self, index: int, body: GenerationBody, prompt: Sequence[int]) -> Choice:
         return Choice(
             index,
+            prompt,
             self.tokenizer.detokenizer(prompt, skip_special_tokens=body.skip_special_tokens),
             StopFinder(body.stop, body.include_stop_str_in_output) if body.stop else None,
             body.min_tokens,

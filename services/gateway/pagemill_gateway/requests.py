@@ -50,6 +50,7 @@ class Choice:
 
     Args:
         index: its number in the HTTP response.
+        prompt_token_ids: [P] what it goes on from.
         stops: finds stop strings, or None.
         min_tokens: stop strings count from this many tokens on.
         show_stop_token: whether a stop token's own text belongs to the text.
@@ -64,17 +65,26 @@ class Choice:
         "_pushed",
         "_show_stop_token",
         "_stops",
+        "_token_ids",
         "finish_reason",
         "index",
         "num_tokens",
+        "prompt_token_ids",
         "stop_reason",
         "unread_tokens",
     )
 
     def __init__(
-        self, index: int, detokenizer: Detokenizer, stops: StopFinder | None, min_tokens: int, show_stop_token: bool
+        self,
+        index: int,
+        prompt_token_ids: Sequence[int],
+        detokenizer: Detokenizer,
+        stops: StopFinder | None,
+        min_tokens: int,
+        show_stop_token: bool,
     ) -> None:
         self.index = index
+        self.prompt_token_ids = prompt_token_ids
         self.num_tokens = 0
         """Output tokens, up to the one that completed a stop string."""
         self.finish_reason: str | None = None
@@ -86,6 +96,7 @@ class Choice:
         self._min_tokens = min_tokens
         self._show_stop_token = show_stop_token
         self._pieces: list[str] = []
+        self._token_ids: list[int] = []
         self._entries: deque[TokenLogprob] = deque()
         self._pushed = 0  # characters that came out of the detokenizer
         self._emitted = 0  # characters that went to the client
@@ -96,6 +107,7 @@ class Choice:
         for position, token in enumerate(tokens):
             self.num_tokens += 1
             self.unread_tokens += 1
+            self._token_ids.append(token)
             ends = finish and position == last
             piece = "" if ends and self._is_hidden_end(finish) else self._detokenizer.push(token)
             if ends:
@@ -123,6 +135,11 @@ class Choice:
             entry.piece = entry.piece[: max(0, self._emitted - entry.offset)]  # a stop string has no share in the text
             ready.append(entry)
         return text, ready
+
+    def take_token_ids(self) -> list[int]:
+        """Output tokens since the last call, as counted by ``num_tokens``; they do not wait for held-back text."""
+        token_ids, self._token_ids = self._token_ids, []
+        return token_ids
 
     def _is_hidden_end(self, finish: int) -> bool:
         return finish == FinishReason.EOS or (finish == FinishReason.STOP_TOKEN and not self._show_stop_token)

@@ -84,7 +84,6 @@ class GenerationBody(RequestBody):
         "bad_words": _only([]),
         "logits_processors": _only([]),
         "return_tokens_as_token_ids": _OFF,
-        "return_token_ids": _OFF,
         "vllm_xargs": _only({}),
         "kv_transfer_params": _NOTHING,
         "repetition_detection": _NOTHING,
@@ -124,6 +123,7 @@ class GenerationBody(RequestBody):
     stop: list[str] = Field(default_factory=list)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
     include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 

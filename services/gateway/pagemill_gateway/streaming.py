@@ -13,6 +13,7 @@ from typing import Any
 from pagemill_gateway.engine import Generation
 from pagemill_gateway.exchange import Exchange
 from pagemill_gateway.requests import Choice, Output, TokenLogprob
+from pagemill_gateway.schemas import GenerationBody
 
 HEADER_WAIT_S = 1.0
 """How long the status line waits for the first output, so that a refusal can still be an HTTP error."""
@@ -27,21 +28,23 @@ class EventWriter(ABC):
 
     Args:
         envelope: id, object, created and model, the same in all events.
-        include_usage: whether a last event tells the usage; the others then say ``"usage": null``.
+        body: says whether a last event tells the usage (the others then say ``"usage": null``), and whether token ids
+            come along.
     """
 
-    def __init__(self, envelope: dict[str, Any], include_usage: bool) -> None:
+    def __init__(self, envelope: dict[str, Any], body: GenerationBody) -> None:
         self.head = "data: " + json.dumps(envelope, ensure_ascii=False)[:-1] + ',"choices":['
-        self.tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
-        self.include_usage = include_usage
+        self.tail = ',"usage":null}\n\n' if body.include_usage else "}\n\n"
+        self.include_usage = body.include_usage
+        self.return_token_ids = body.return_token_ids
 
     def opening(self, choice: Choice) -> str:
         """Events before a choice's first piece."""
         return ""
 
     @abstractmethod
-    def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob]) -> str:
-        """The event that carries ``text``."""
+    def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob], more: str) -> str:
+        """The event that carries ``text``; ``more`` is JSON that goes at the end of its choice, often nothing."""
 
     @abstractmethod
     def ending(self, choice: Choice) -> str:
@@ -53,7 +56,9 @@ class EventWriter(ABC):
     def news(self, choice: Choice) -> str:
         """All that is new of ``choice``."""
         text, entries = choice.take()
-        events = self.piece(choice, text, entries) if text or entries else ""
+        token_ids = choice.take_token_ids() if self.return_token_ids else []
+        more = f',"token_ids":{token_ids}' if self.return_token_ids else ""
+        events = self.piece(choice, text, entries, more) if text or entries or token_ids else ""
         return events + self.ending(choice) if choice.finish_reason is not None else events
 
 
