@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from pagemill_testing.plan_driver import GREEDY, PlanDriver
+from pagemill_testing.plan_driver import GREEDY, DrivenSequence, PlanDriver
 from pagemill_testing.tiny_models import VOCAB, greedy, make_runner, save, tiny_llama
 
 from pagemill_shared.codec import decode, encode
 from pagemill_shared.errors import ProtocolError
 from pagemill_shared.messages import IterationPlan, IterationResult, SequenceJoin, WorkerWelcome
-from pagemill_shared.sampling import SamplingParams
+from pagemill_shared.sampling import SamplingParams, uniforms
 
 REFERENCE = tiny_llama()
 
@@ -221,6 +222,62 @@ def test_results_do_not_depend_on_batch_mates(folder: Path) -> None:
         [single] = alone.add(ids, 16, sampling)
         alone.run()
         assert single.outputs == sequence.outputs
+
+
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(temperature=0.0, repetition_penalty=1.4),
+    SamplingParams(temperature=0.9, seed=3),
+    SamplingParams(temperature=1.1, seed=4, top_p=0.9, frequency_penalty=0.4, min_tokens=3),
+]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_course_of_events_gives_the_same_tokens(seed: int, folder: Path) -> None:
+    """Arrivals, forks, recomputation and swapping at random moments, over a pool that is reused all the time."""
+    chance = random.Random(seed)
+    driver = PlanDriver(make_runner(folder, num_blocks=60, num_swap_blocks=40), chunk=chance.choice([3, 5, 100]))
+    groups: list[list[DrivenSequence]] = []
+    swapped: list[DrivenSequence] = []
+    for _ in range(60):
+        running = [s for s in driver.sequences if s.slot is not None and not s.done and not s.forks]
+        event = chance.random()
+        if event < 0.25 and len(running) + len(swapped) < 4 and len(groups) < 8:
+            ids = prompt(chance.randint(1, 14), chance.randint(0, 9))
+            groups.append(
+                driver.add(ids, chance.randint(1, 16), chance.choice(SAMPLINGS), n=chance.choice([1, 1, 2, 3]))
+            )
+        elif event < 0.35 and running:
+            driver.recompute(chance.choice(running))
+        elif event < 0.5 and running:
+            swapped.append(chance.choice(running))
+            driver.swap_out(swapped[-1])
+            driver.step()
+            continue
+        driver.step(driver.swap_in(swapped.pop(0)) if swapped and chance.random() < 0.4 else None)
+    for sequence in swapped:
+        driver.step(driver.swap_in(sequence))
+    driver.run()
+    assert sorted(driver.free_blocks) == list(range(1, 61))
+    assert groups
+    for group in groups:
+        for sequence in group:
+            alone = PlanDriver(make_runner(folder))
+            [single] = alone.add(sequence.prompt, sequence.wanted, sequence.sampling)
+            single.index = sequence.index
+            alone.run()
+            assert sequence.outputs == single.outputs
+
+
+def test_numbers_belong_to_the_position_in_the_whole_sequence(folder: Path) -> None:
+    driver = PlanDriver(make_runner(folder))
+    [sequence] = driver.add(prompt(7), 8, SamplingParams(temperature=1.0, seed=77))
+    driver.run()
+    with torch.inference_mode():
+        logits = REFERENCE(torch.tensor([sequence.tokens])).logits[0, 6:-1]
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    numbers = torch.from_numpy(uniforms([77] * 8, [0] * 8, range(7, 15)))
+    assert sequence.outputs == (cumulative <= numbers.unsqueeze(1)).sum(-1).tolist()
 
 
 def test_timings_and_order_of_the_result(folder: Path) -> None:

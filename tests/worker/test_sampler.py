@@ -139,6 +139,15 @@ def test_near_equal_logits_do_not_swap_tokens() -> None:
     assert first == second
 
 
+def test_ends_of_the_distribution_have_weight() -> None:
+    """A number on an edge must not find a token that was left out."""
+    weights = torch.zeros(1, 700)
+    weights[0, [130, 131, 400, 640]] = torch.tensor([1.0, 1.0, 2.0, 4.0])
+    numbers = torch.tensor([0.0, 0.125, 0.25, 0.5, math.nextafter(1, 0), 1.0], dtype=torch.float64)
+    found = sampler._inverse(weights, torch.zeros(6, dtype=torch.int64), numbers)
+    assert found.tolist() == [130, 131, 400, 640, 640, 640]
+
+
 def test_several_tokens_from_one_row() -> None:
     logits = random_logits(3)
     params = [
