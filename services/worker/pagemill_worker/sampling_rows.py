@@ -38,11 +38,11 @@ class SampleBatch:
     Attributes:
         row_of: [N] row of logits that each token is drawn from, ascending.
         slots: [R] whose parameters rule the row.
-        plain: every row is greedy and asks for nothing else; then all below is empty.
-        penalised: [K] rows with penalties, ``penalty_slots`` [K] their slots.
+        plain: every row is greedy and asks for nothing else, so that one argmax serves all.
+        penalised: [K] rows with penalties.
         edits: logit_bias and bans.
         random: [K] rows that draw by chance.
-        uniforms_for: [N, 2] (sequence index, position) behind each token's random number; ``seeds`` [R].
+        sequences, positions: [N] what, with the row's seed, each token's random number is made of.
         logprobs: [R] alternatives to report, -1 for none.
     """
 
