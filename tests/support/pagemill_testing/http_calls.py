@@ -61,7 +61,7 @@ class Call:
         return self.token_ids_of(0)
 
     def token_ids_of(self, index: int) -> list[int]:
-        return [token for part in self.choices(index) for token in part["token_ids"] or ()]
+        return [token for part in self.choices(index) for token in part.get("token_ids", ())]
 
     @property
     def finish_reason(self) -> str | None:
