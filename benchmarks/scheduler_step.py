@@ -1,14 +1,17 @@
 """What the scheduler costs per iteration: the real core, driven by a worker that answers at once.
 
 A step is one result taken in (tokens recorded, stop tokens checked, blocks named, deliveries encoded per gateway) and
-one plan made (arrivals admitted, blocks handed out, plan encoded): the code path of `pagemill serve`. In every step
-about 2 % of the running requests end and as many arrive; lengths are staggered, so that rows cross block borders all
-the time.
+one plan made (arrivals admitted, blocks handed out, plan encoded): the code path of `pagemill serve`, with two plans in
+flight and garbage collected between steps. Lengths are staggered, so that rows cross block borders all the time.
+
+* `decode`: nobody comes or goes.
+* `mixed`: in every step about 2 % of the running sequences end and as many arrive.
 
     python benchmarks/scheduler_step.py [--quick] [--json] [--running 16,64,256,1024,4096]
 
 Columns: schedule (arrivals, plan, encoding it), update (result, encoding deliveries), their sum, p99 of the sum, size
-of the median plan, encoding plus decoding one plan. Times are in microseconds, one process, one core.
+of the median plan, encoding plus decoding one plan. One process, one core. Times are medians in microseconds: wall
+clock, and beside it (`cpu`) the processor time of the thread, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pagemill_scheduler.config import CoreConfig
 from pagemill_scheduler.core import SchedulerCore
-from pagemill_scheduler.events import Peer, Received, Send, Tick
+from pagemill_scheduler.events import Action, Peer, Received, Send, Tick
 from pagemill_shared.codec import decode, encode
 from pagemill_shared.messages import (
     Delivery,
@@ -42,156 +46,185 @@ from pagemill_shared.schema import Message
 BLOCK_SIZE = 16
 VOCAB = 50_000
 EOS = 2
-ENDING_SHARE = 0.02
-GATEWAY, WORKER = Peer("frontend", b"g"), Peer("backend", b"w")
+WORKER = Peer("backend", b"w")
+WARM_UP_STEPS = 30
 
 
-@dataclass
+@dataclass(frozen=True)
 class Load:
     """What runs.
 
     Attributes:
+        ending: share of the running sequences that ends in every step; as many arrive.
         prompt: mean prompt length in tokens; lengths are spread evenly between half and one and a half times that.
         samples: parallel samples per request.
         pool_share: blocks in the pool, relative to what the running sequences need on average.
+        gateways: how many the requests come from.
     """
 
     name: str
     running: int
+    ending: float = 0.02
     prompt: int = 200
     samples: int = 1
     pool_share: float = 2.0
+    gateways: int = 1
 
 
 @dataclass
 class Times:
+    """One entry per step; wall clock and processor time in seconds."""
+
     schedule: list[float] = field(default_factory=list)
     update: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     codec: list[float] = field(default_factory=list)
     plan_bytes: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+
+
+class Gateway:
+    """The numbers that a gateway keeps about its link."""
+
+    def __init__(self, index: int) -> None:
+        self.peer = Peer("frontend", b"g%d" % index)
+        self.epoch = self.sent = self.received = 0
 
 
 class Driver:
-    """A gateway that keeps ``load.running`` sequences going and a worker that samples random tokens."""
+    """Gateways that keep ``load.running`` sequences going and a worker that samples random tokens."""
 
-    def __init__(self, load: Load, seed: int) -> None:
+    def __init__(self, load: Load, steps: int, seed: int) -> None:
         self.load = load
         self.random = np.random.default_rng(seed)
-        longest = 2 * load.prompt + 512
-        per_sequence = -(-(load.prompt + 64) // BLOCK_SIZE)
+        # Long enough that nobody ends by length alone.
+        self.max_tokens = 4 * (steps + WARM_UP_STEPS) if not load.ending else int(20 / load.ending)
+        mean_output = steps if not load.ending else int(1 / load.ending)
+        per_sequence = -(-(load.prompt + mean_output) // BLOCK_SIZE)
         num_blocks = int(load.running * per_sequence * load.pool_share) + 64
         config = CoreConfig(
             max_num_seqs=load.running, max_num_batched_tokens=max(8192, 4 * load.running), preemption_mode="recompute"
         )
+        longest = 2 * load.prompt + self.max_tokens
         self.core = SchedulerCore(config, incarnation=1)
         self.now = 0.0
-        self.handle_number = 0
-        self.number = 0
-        self.pending: list[IterationPlan] = []
-        self._receive(
-            WORKER,
-            WorkerHello(
-                "w", "m", "m", "none", "none", "none", VOCAB, longest, BLOCK_SIZE, num_blocks, 0, 1, 1000.0, 1e9
-            ),
-        )
-        self._receive(GATEWAY, GatewayHello("g", "m"))
-        self.live = 0
-        self.preempted = 0
+        self.handles = self.live = self.ended = 0
+        self.worker_epoch = 0
+        self.plans: list[IterationPlan] = []
+        self.gateways = {gateway.peer: gateway for gateway in map(Gateway, range(load.gateways))}
+        hello = WorkerHello("w", "m", "m", "", "", "", VOCAB, longest, BLOCK_SIZE, num_blocks, 0, 1, 1e3, 1e9)
+        self.receive(WORKER, hello)
+        for peer in self.gateways:
+            self.receive(peer, GatewayHello(peer.route.decode(), "m"))
 
-    def _receive(self, peer: Peer, message: Message) -> list[bytes]:
-        return self._act(self.core.handle(Received(self.now, peer, message)))
+    def receive(self, peer: Peer, message: Message) -> None:
+        self.note(carry(self.core.handle(Received(self.now, peer, message))))
 
-    def _act(self, actions: list[object]) -> list[bytes]:
-        """Encode what is to be sent, as the shell does."""
-        out = []
-        for action in actions:
-            if isinstance(action, Send):
-                message = action.message
-                out.append(encode(message))
-                if isinstance(message, IterationPlan):
-                    self.pending.append(message)
-                elif isinstance(message, GatewayWelcome):
-                    self.epoch = message.epoch
-                elif isinstance(message, WorkerWelcome):
-                    self.worker_epoch = message.epoch
-                elif isinstance(message, Delivery):
-                    self.delivered = message
-                    self.live -= int((message.finishes > 0).sum())
-        return out
+    def note(self, sent: list[tuple[Peer, Message, bytes]]) -> None:
+        for peer, message, _ in sent:
+            if isinstance(message, IterationPlan):
+                self.plans.append(message)
+            elif isinstance(message, GatewayWelcome):
+                self.gateways[peer].epoch = message.epoch
+            elif isinstance(message, WorkerWelcome):
+                self.worker_epoch = message.epoch
+            elif isinstance(message, Delivery):
+                self.gateways[peer].received = message.number
+                self.ended += int(np.count_nonzero(message.finishes))
+                self.live -= int(np.count_nonzero(message.finishes))
 
-    def new_request(self) -> SubmitRequest:
-        self.handle_number += 1
-        self.number += 1
+    def new_request(self) -> tuple[Peer, SubmitRequest]:
+        """A request as it comes from the wire."""
+        self.handles += 1
+        self.live += self.load.samples
+        gateway = list(self.gateways.values())[self.handles % len(self.gateways)]
+        gateway.sent += 1
         length = int(self.random.integers(self.load.prompt // 2, self.load.prompt * 3 // 2))
         sampling = SamplingParams(
             temperature=1.0,
-            max_tokens=512,
+            max_tokens=self.max_tokens,
             n=self.load.samples,
             eos_token_ids=np.array([EOS], np.int32),
             stop_token_ids=np.array([3, 4], np.int32),
-            seed=self.handle_number,
+            seed=self.handles,
         )
         prompt = self.random.integers(10, VOCAB, length).astype(np.int32)
-        return SubmitRequest(self.epoch, self.number, self.handle_number, "request", prompt, sampling)
+        name = f"request-{self.handles}"
+        message = SubmitRequest(gateway.epoch, gateway.sent, self.handles, name, prompt, sampling)
+        received = decode(encode(message))
+        assert isinstance(received, SubmitRequest)
+        return gateway.peer, received
 
-    def answer(self, plan: IterationPlan) -> IterationResult:
+    def answer(self, plan: IterationPlan, ending: float) -> IterationResult:
+        """A result as it comes from the wire."""
         count = len(plan.decode_rows) + int(plan.prefill_chunks[:, 3].sum())
         tokens = self.random.integers(10, VOCAB, count).astype(np.int32)
-        tokens[self.random.random(count) < ENDING_SHARE] = EOS
-        return IterationResult(self.worker_epoch, plan.iteration, tokens)
+        tokens[self.random.random(count) < ending] = EOS
+        received = decode(encode(IterationResult(self.worker_epoch, plan.iteration, tokens)))
+        assert isinstance(received, IterationResult)
+        return received
 
     def fill(self) -> None:
         """Bring in the load and run until every sequence decodes."""
-        while self.live < self.load.running:
-            self._receive(GATEWAY, self.new_request())
-            self.live += self.load.samples
-        for _ in range(2000):
-            self._act(self.core.handle(Tick(self.now)))
-            plan = self.pending.pop(0)
-            result = self.answer(plan)
-            result.token_ids[result.token_ids == EOS] = 10
-            self._receive(WORKER, result)
-            if not len(plan.prefill_chunks) and not len(plan.joined):
+        while self.live + self.load.samples <= self.load.running:
+            self.receive(*self.new_request())
+        while True:
+            self.note(carry(self.core.handle(Tick(self.now))))
+            plan = self.plans.pop(0)
+            self.receive(WORKER, self.answer(plan, ending=0.0))
+            if len(plan.decode_rows) == self.live:
                 return
 
     def step(self, times: Times) -> None:
-        clock = time.perf_counter
         self.now += 0.02
-        arrivals = [self.new_request() for _ in range(max(self.load.running - self.live, 0) // self.load.samples)]
-        begin = clock()
-        for request in arrivals:
-            self._receive(GATEWAY, request)
-        self._act(self.core.handle(Tick(self.now)))
-        scheduled = clock()
-        self.live += len(arrivals) * self.load.samples
-        plan = self.pending.pop(0)
-        result = self.answer(plan)
-        resumed = clock()
-        self._receive(WORKER, result)
-        updated = clock()
-        times.schedule.append(scheduled - begin)
-        times.update.append(updated - resumed)
-        coded = clock()
+        missing = self.load.running - self.live
+        arrivals = [self.new_request() for _ in range(missing // self.load.samples)]
+        ended = self.ended
+        wall, cpu = time.perf_counter(), time.thread_time()
+        sent = []
+        for peer, request in arrivals:
+            sent += carry(self.core.handle(Received(self.now, peer, request)))
+        sent += carry(self.core.handle(Tick(self.now)))
+        schedule, cpu_schedule = time.perf_counter() - wall, time.thread_time() - cpu
+        self.note(sent)
+        plan = self.plans.pop(0)
+        result = self.answer(plan, self.load.ending)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        sent = carry(self.core.handle(Received(self.now, WORKER, result)))
+        times.update.append(time.perf_counter() - wall)
+        times.cpu.append(cpu_schedule + time.thread_time() - cpu)
+        times.schedule.append(schedule)
+        self.note(sent)
+        wall = time.perf_counter()
         data = encode(plan)
         decode(data)
-        times.codec.append(clock() - coded)
+        times.codec.append(time.perf_counter() - wall)
         times.plan_bytes.append(len(data))
-        if int(self.now / 0.5) != int((self.now - 0.02) / 0.5):
-            # Keeps both peers alive; outside of the timed part, as it comes twice a second.
-            self._receive(GATEWAY, Heartbeat(self.epoch, self.number, self.delivered.number))
-            self._receive(WORKER, Heartbeat(self.worker_epoch, result.iteration, plan.iteration))
+        times.ended.append(self.ended - ended)
+        if len(times.plan_bytes) % 25 == 0:
+            # Keeps the peers alive and acknowledges; outside of the timed part, as it comes twice a second.
+            for gateway in self.gateways.values():
+                self.receive(gateway.peer, Heartbeat(gateway.epoch, gateway.sent, gateway.received))
+            self.receive(WORKER, Heartbeat(self.worker_epoch, result.iteration, plan.iteration))
+
+
+def carry(actions: Iterable[Action]) -> list[tuple[Peer, Message, bytes]]:
+    """Encode what is to be sent, as the shell does."""
+    return [(a.peer, a.message, encode(a.message)) for a in actions if isinstance(a, Send)]
 
 
 def measure(load: Load, steps: int, seed: int) -> dict[str, object]:
-    driver = Driver(load, seed)
+    driver = Driver(load, steps, seed)
     driver.fill()
-    times = Times()
-    for _ in range(20):
+    for _ in range(WARM_UP_STEPS):
         driver.step(Times())
+    times = Times()
     gc.collect()
     gc.freeze()
+    gc.disable()
     for _ in range(steps):
         driver.step(times)
+    gc.enable()
     gc.unfreeze()
     schedule, update = np.array(times.schedule) * 1e6, np.array(times.update) * 1e6
     metrics = driver.core.snapshot(driver.now)["metrics"]
@@ -202,18 +235,23 @@ def measure(load: Load, steps: int, seed: int) -> dict[str, object]:
         "update_us": round(float(np.median(update)), 1),
         "total_us": round(float(np.median(schedule + update)), 1),
         "p99_us": round(float(np.percentile(schedule + update, 99)), 1),
+        "total_cpu_us": round(float(np.median(times.cpu) * 1e6), 1),
         "plan_bytes": int(np.median(times.plan_bytes)),
         "codec_us": round(float(np.median(times.codec) * 1e6), 1),
+        "ended_per_step": round(float(np.mean(times.ended)), 2),
         "preemptions": metrics["num_preemptions_total"],  # type: ignore[index]
     }
 
 
-def loads(sizes: list[int], quick: bool) -> list[Load]:
-    result = [Load("decode", size) for size in sizes]
-    result += [Load("decode, 2,000-token context", size, prompt=2000) for size in sizes if size in (256, 1024)]
-    result += [Load("n=4", size, samples=4) for size in sizes if size in (256, 1024)]
-    if not quick or 256 in sizes:
-        result += [Load("preemption", size, pool_share=0.9) for size in sizes if size in (256, 1024)]
+def loads(sizes: list[int]) -> list[Load]:
+    middle = [size for size in sizes if size in (256, 1024)]
+    result = [Load("decode", size, ending=0.0) for size in sizes]
+    result += [Load("decode, 2,000-token prompts", size, ending=0.0, prompt=2000) for size in middle]
+    result += [Load("mixed", size) for size in sizes]
+    result += [Load("mixed, 2,000-token prompts", size, prompt=2000) for size in middle]
+    result += [Load("mixed, n=4", size, samples=4) for size in middle]
+    result += [Load("mixed, 4 gateways", size, gateways=4) for size in middle]
+    result += [Load("mixed, preemption", size, pool_share=0.9) for size in middle]
     return result
 
 
@@ -222,21 +260,22 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--running", default="16,64,256,1024,4096", help="how many sequences run")
+    parser.add_argument("--load", default="", help="only the loads whose name begins with this")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.running.split(",")]
     steps = 200 if arguments.quick else 1000
     cases = []
-    print(
-        f"{'load':28} {'running':>7} {'schedule':>9} {'update':>9} {'total':>9} {'p99':>9} {'bytes':>7} {'codec':>6} {'preempted':>9}"
-    )
-    for load in loads(sizes, arguments.quick):
+    columns = ("schedule_us", "update_us", "total_us", "p99_us", "total_cpu_us", "plan_bytes", "codec_us")
+    titles = ("schedule", "update", "total", "p99", "cpu", "bytes", "codec")
+    print(f"{'load':28} {'running':>7} " + " ".join(f"{title:>8}" for title in (*titles, "ended", "preempt")))
+    for load in loads(sizes):
+        if not load.name.startswith(arguments.load):
+            continue
         case = measure(load, steps, arguments.seed)
         cases.append(case)
-        print(
-            f"{case['load']:28} {case['running']:7} {case['schedule_us']:9} {case['update_us']:9} "
-            f"{case['total_us']:9} {case['p99_us']:9} {case['plan_bytes']:7} {case['codec_us']:6} {case['preemptions']:9}"
-        )
+        shown = [case[column] for column in (*columns, "ended_per_step", "preemptions")]
+        print(f"{load.name:28} {load.running:7} " + " ".join(f"{value:8}" for value in shown), flush=True)
     if arguments.json:
         print(json.dumps({"benchmark": "scheduler_step", "steps": steps, "cases": cases}))
 
