@@ -211,6 +211,13 @@ class ExecutionSettings(SettingsGroup):
     kv_cache_memory: float | None = Field(
         None, gt=0, description="GiB of KV cache; a share of the free memory by default"
     )
+    num_swap_blocks: int | None = Field(
+        None,
+        ge=0,
+        le=2**31 - 1,
+        description="blocks of host memory for preempted requests; 0 switches swapping off; a quarter of the device "
+        "blocks by default",
+    )
     num_threads: int | None = Field(
         None, ge=1, le=4096, description="CPU threads of the forward pass; measured at start by default"
     )

@@ -50,7 +50,7 @@ def test_a_worker_is_ready_for_plans(source: Path, tmp_path: Path) -> None:
     reports = Reports()
     runner, hello = load_worker(settings(source, tmp_path, block_size=8, num_kv_blocks=40), reports)
     assert decode(encode(hello)) == hello
-    assert (hello.num_blocks, hello.block_size, hello.num_swap_blocks, hello.vocab_size) == (40, 8, 0, VOCAB)
+    assert (hello.num_blocks, hello.block_size, hello.num_swap_blocks, hello.vocab_size) == (40, 8, 10, VOCAB)
     assert hello.block_bytes == 2 * 2 * 8 * 2 * 16 * 4
     assert (hello.max_model_len, hello.dtype) == (256, "float32")
     assert hello.device.startswith("cpu")
@@ -58,10 +58,24 @@ def test_a_worker_is_ready_for_plans(source: Path, tmp_path: Path) -> None:
     assert hello.prefill_tokens_per_s > 0
     assert hello.swap_bytes_per_s > 0
     assert any("40 blocks, 320 tokens" in report for report in reports)
+    assert any("25% of the device blocks" in report and report.endswith(": 10 blocks") for report in reports)
     driver = PlanDriver(runner)
     [sequence] = driver.add([5, 6, 7], 6)
     driver.run()
     assert sequence.outputs == greedy(REFERENCE, [5, 6, 7], 6)
+
+
+def test_swap_space_is_as_large_as_asked(source: Path, tmp_path: Path) -> None:
+    runner, hello = load_worker(settings(source, tmp_path, num_swap_blocks=33), Reports())
+    assert (hello.num_swap_blocks, len(runner.cache.host_pool)) == (33, 33)
+
+
+def test_without_swap_space_no_swapping(source: Path, tmp_path: Path) -> None:
+    reports = Reports()
+    _, hello = load_worker(settings(source, tmp_path, num_swap_blocks=0), reports)
+    assert (hello.num_swap_blocks, hello.swap_bytes_per_s) == (0, 0.0)
+    assert decode(encode(hello)) == hello
+    assert reports[-1].endswith("no swapping")
 
 
 def test_workers_have_different_identities_and_the_same_fingerprint(source: Path, tmp_path: Path) -> None:
@@ -100,6 +114,7 @@ def test_other_dtypes(dtype: str, source: Path, tmp_path: Path) -> None:
         ({"max_model_len": 257}, "--max-model-len 257 is more than the 256 tokens"),
         ({"num_kv_blocks": 2**31 - 1}, r"GiB \(--num-kv-blocks: 2147483647 blocks .* does not fit into"),
         ({"kv_cache_memory": 1e6}, "does not fit"),
+        ({"num_swap_blocks": 2**31 - 1}, r"GiB \(--num-swap-blocks 2147483647, blocks of .* free host memory"),
         ({"kv_cache_memory": 1e-9}, "do not hold one block"),
         ({"device": "cuda"}, "no CUDA device"),
         ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagemill_shared.errors import ConfigurationError
-from pagemill_worker.memory import CPU_MOST, GIB, free_memory, size_pool
+from pagemill_worker.memory import CPU_MOST, GIB, free_memory, size_pool, size_swap
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -48,6 +48,28 @@ def test_a_share_of_free_memory_by_default() -> None:
 def test_what_does_not_fit_is_refused_with_the_sizes(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         pool(**changes)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "blocks"),
+    [
+        (None, GIB, 25),
+        (None, 40 * MIB, 20),  # half of what is free
+        (None, 0, 0),
+        (None, -MIB, 0),  # the device pool may be all there is
+        (0, 0, 0),
+        (0, -MIB, 0),
+        (1024, GIB, 1024),
+    ],
+)
+def test_swap_space(wanted: int | None, free: int, blocks: int) -> None:
+    assert size_swap(num_swap_blocks=wanted, num_blocks=100, block_bytes=MIB, free=free).num_blocks == blocks
+
+
+def test_swap_space_that_does_not_fit_is_refused_with_the_sizes() -> None:
+    message = r"swap space of 1\.00 GiB \(--num-swap-blocks 1025, blocks of 1\.00 MiB\) does not fit into 1\.00 GiB"
+    with pytest.raises(ConfigurationError, match=message):
+        size_swap(num_swap_blocks=1025, num_blocks=100, block_bytes=MIB, free=GIB)
 
 
 def test_free_memory_respects_the_control_group(tmp_path: Path) -> None:

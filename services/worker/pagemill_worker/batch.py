@@ -100,6 +100,7 @@ def _check(
         ((samples > 0) & (contexts < lengths), "is to sample before its newest token"),
         (contexts > max_model_len, f"is to compute beyond {max_model_len} tokens"),
         (-(-contexts // block_size) > rows.table_lengths[slots], "has no block for the tokens that it is to compute"),
+        ((samples > 1) & (rows.sampling.candidates[slots] > 0), "is a beam and cannot sample several tokens"),
     ):
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])

@@ -41,8 +41,10 @@ class KVCache:
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
         self.block_bytes = block_bytes(description, block_size, dtype)
         shape = (description.num_layers, 2, block_size, description.num_kv_heads, description.head_dim)
-        self.pool = _allocate((num_blocks + 1, *shape), dtype, device)
-        self.host_pool = _allocate((num_swap_blocks, *shape), dtype, torch.device("cpu"))
+        self.pool = _allocate((num_blocks + 1, *shape), dtype, device, "--num-kv-blocks or --kv-cache-memory")
+        self.host_pool = _allocate((num_swap_blocks, *shape), dtype, torch.device("cpu"), "--num-swap-blocks")
+        if device.type == "cuda" and num_swap_blocks:
+            self.host_pool = _pinned(self.host_pool)
 
     def swap_out(self, kernels: Kernels[Any], pairs: Int32Array) -> int:
         """Moves [K, 2] (device block, host block); returns bytes."""
@@ -61,8 +63,8 @@ def _pairs(pairs: Int32Array) -> Tensor:
     return torch.from_numpy(pairs.astype(np.int64))
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, which on the CPU take no memory before they are first written."""
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, settings: str) -> Tensor:
+    """Zeros, which on the CPU take no memory before they are first written. ``settings`` are those that size it."""
     size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
     try:
         if device.type == "cpu":
@@ -70,6 +72,14 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
         return torch.zeros(shape, dtype=dtype, device=device)
     except (MemoryError, torch.OutOfMemoryError):
         raise ConfigurationError(
-            f"a KV cache of {size / 2**30:.2f} GiB cannot be allocated on {device}; "
-            "set --num-kv-blocks or --kv-cache-memory"
+            f"a KV cache of {size / 2**30:.2f} GiB cannot be allocated on {device}; set {settings}"
         ) from None
+
+
+def _pinned(pool: Tensor) -> Tensor:
+    """The pool in page-locked memory, which the device copies from and to at full speed; as it is, where the system
+    does not lock that much."""
+    try:
+        return torch.zeros(pool.shape, dtype=pool.dtype, pin_memory=True)
+    except RuntimeError:
+        return pool

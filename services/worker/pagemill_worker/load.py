@@ -22,8 +22,6 @@ from pagemill_worker.prepare import Report, prepare_model
 from pagemill_worker.runner import Runner
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-NUM_SWAP_BLOCKS = 0
-"""The runner swaps when a plan says so; no setting gives it a host pool yet."""
 
 
 def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, WorkerHello]:
@@ -59,8 +57,9 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
     measure.decode_seconds(runner, 1)  # warms up
     runner.threads = _threads(settings.num_threads, runner, device, report)
     prefill = measure.prefill_rate(runner)
-    copied = measure.copy_rate(runner)
-    report(f"ready: {prefill:.0f} prompt tokens/s, {copied / memory.GIB:.1f} GiB/s of block copies", 1.0)
+    swapped = measure.swap_rate(runner)
+    swapping = f"{swapped / memory.GIB:.1f} GiB/s to swap" if swapped else "no swapping"
+    report(f"ready: {prefill:.0f} prompt tokens/s, {swapping}", 1.0)
     return runner, WorkerHello(
         identity=f"{socket.gethostname()[:64]}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
         fingerprint=manifest.fingerprint,
@@ -75,7 +74,7 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
         num_swap_blocks=cache.num_swap_blocks,
         block_bytes=cache.block_bytes,
         prefill_tokens_per_s=prefill,
-        swap_bytes_per_s=copied,
+        swap_bytes_per_s=swapped,
     )
 
 
@@ -126,10 +125,16 @@ def _cache(settings: WorkerSettings, model: Model, dtype: torch.dtype, device: t
         free=memory.free_memory(device),
         device=device,
     )
-    cache = KVCache(model.cache, settings.block_size, size.num_blocks, NUM_SWAP_BLOCKS, dtype, device)
+    # On a CPU the pool is host memory as well, and not in use yet: it is backed as it is written.
+    host = memory.free_memory(torch.device("cpu")) - (size.num_blocks * each if device.type == "cpu" else 0)
+    swap = memory.size_swap(
+        num_swap_blocks=settings.num_swap_blocks, num_blocks=size.num_blocks, block_bytes=each, free=host
+    )
+    cache = KVCache(model.cache, settings.block_size, size.num_blocks, swap.num_blocks, dtype, device)
     report(
         f"KV cache of {size.num_blocks * each / memory.GIB:.2f} GiB ({size.reason}): {size.num_blocks} blocks, "
-        f"{size.num_blocks * settings.block_size} tokens",
+        f"{size.num_blocks * settings.block_size} tokens; swap space of {swap.num_blocks * each / memory.GIB:.2f} GiB "
+        f"({swap.reason}): {swap.num_blocks} blocks",
         None,
     )
     return cache

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from pagemill_shared.messages import IterationPlan, SequenceJoin, WorkerWelcome
 from pagemill_shared.sampling import SamplingParams
@@ -14,7 +13,7 @@ from pagemill_worker.runner import Runner
 
 PREFILL_TOKENS = 128
 DECODE_ROWS = 16
-COPY_BLOCKS = 16
+SWAP_BLOCKS = 16
 
 
 def decode_seconds(runner: Runner, steps: int, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -44,19 +43,24 @@ def prefill_rate(runner: Runner, clock: Callable[[], float] = time.perf_counter)
     return tokens / max(clock() - begun, 1e-9)
 
 
-def copy_rate(runner: Runner, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Bytes per second between the device pool and host memory, there and back counted once each."""
+def swap_rate(runner: Runner, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes per second between the two pools, out and in counted once each; 0 without a host pool."""
     cache = runner.cache
-    count = min(COPY_BLOCKS, cache.num_blocks)
-    host = torch.zeros((count, *cache.pool.shape[1:]), dtype=cache.pool.dtype)
-    blocks = torch.arange(count)
-    out, back = torch.stack((blocks + 1, blocks), 1), torch.stack((blocks, blocks + 1), 1)
+    count = min(SWAP_BLOCKS, cache.num_blocks, cache.num_swap_blocks)
+    if not count:
+        return 0.0
+    runner.begin(WorkerWelcome(epoch=0, max_num_seqs=1, max_num_batched_tokens=PREFILL_TOKENS))
+    host = np.arange(count, dtype=np.int32)
+    out, back = np.stack((host + 1, host), 1), np.stack((host, host + 1), 1)
     best = 0.0
-    for _ in range(2):  # the first touches the memory
+    for number in range(3):  # the first touches the memory
+        plans = IterationPlan(0, 2 * number + 1, swap_out=out), IterationPlan(0, 2 * number + 2, swap_in=back)
+        runner.synchronize()
         begun = clock()
-        moved = runner.kernels.copy_blocks(cache.pool, host, out)
-        moved += runner.kernels.copy_blocks(host, cache.pool, back)
-        best = max(best, moved / max(clock() - begun, 1e-9))
+        for plan in plans:
+            runner.execute(plan)
+        runner.synchronize()
+        best = max(best, 2 * count * cache.block_bytes / max(clock() - begun, 1e-9))
     return best
 
 

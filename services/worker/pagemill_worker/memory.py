@@ -13,6 +13,8 @@ GIB = 2**30
 CPU_SHARE, CPU_MOST = 0.25, 4 * GIB
 """Default on a CPU, whose memory other programs use, too."""
 CUDA_SHARE = 0.9
+SWAP_SHARE, SWAP_MOST = 0.25, 0.5
+"""Default of the host pool: its share of the device blocks, at most this share of what is then free."""
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
@@ -68,6 +70,29 @@ def size_pool(
             f"{wanted / GIB:.3f} GiB of KV cache ({reason}) do not hold one block of {block_bytes / 2**20:.2f} MiB"
         )
     return PoolSize(blocks, reason)
+
+
+def size_swap(*, num_swap_blocks: int | None, num_blocks: int, block_bytes: int, free: int) -> PoolSize:
+    """Host blocks by --num-swap-blocks, else a share of the device blocks.
+
+    Args:
+        num_blocks: device blocks.
+        block_bytes: bytes of one block over all layers.
+        free: bytes free on the host, beside the device pool where that is host memory, too.
+
+    Raises:
+        ConfigurationError: --num-swap-blocks does not fit.
+    """
+    if num_swap_blocks is None:
+        blocks = max(0, min(int(num_blocks * SWAP_SHARE), int(free * SWAP_MOST) // block_bytes))
+        return PoolSize(blocks, f"{SWAP_SHARE:.0%} of the device blocks, at most {SWAP_MOST:.0%} of free memory")
+    wanted = num_swap_blocks * block_bytes
+    if num_swap_blocks and wanted > free:
+        raise ConfigurationError(
+            f"swap space of {wanted / GIB:.2f} GiB (--num-swap-blocks {num_swap_blocks}, blocks of "
+            f"{block_bytes / 2**20:.2f} MiB) does not fit into {max(0, free) / GIB:.2f} GiB of free host memory"
+        )
+    return PoolSize(num_swap_blocks, "--num-swap-blocks")
 
 
 def _available(meminfo: Path) -> int | None:

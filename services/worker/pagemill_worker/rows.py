@@ -43,7 +43,7 @@ class Rows:
         self.sampling = SamplingRows(n, vocab_size, device)
 
     def apply(self, plan: IterationPlan) -> None:
-        """Carries out the plan's releases, joins, forks and new blocks, in this order.
+        """Carries out the plan's releases, joins, forks, new blocks and chosen tokens, in this order.
 
         Raises:
             ProtocolError: the plan contradicts what is known here. Rows may be half changed: the epoch is broken.
@@ -60,18 +60,42 @@ class Rows:
                 self._fork(parent, child, sequence)
         if plan.new_blocks.size:
             self._append_blocks(plan.new_blocks)
+        if plan.chosen.size:
+            self._append_chosen(plan.chosen)
 
-    def append(self, slots: npt.NDArray[np.int64], tokens: Int32Array) -> None:
-        """Appends one sampled token to each of ``slots``; -1 marks the row as faulty, and a stand-in is stored."""
+    def record(self, slots: npt.NDArray[np.int64], tokens: Int32Array) -> None:
+        """Takes in one result for each of ``slots``; -1 marks the row as faulty.
+
+        A sampled token is appended, a stand-in where it is -1. A beam waits for the token that the scheduler chooses.
+        """
         failed = tokens < 0
         self.faulty[slots[failed]] = True
+        sampled = self.sampling.candidates[slots] == 0
+        self._append(slots[sampled], np.where(failed, 0, tokens)[sampled])
+        good = sampled & ~failed
+        self.sampling.counts.count(slots[good], tokens[good])
+
+    def _append(self, slots: npt.NDArray[np.int64], tokens: Int32Array) -> None:
         columns = self.lengths[slots]
         if columns.size and columns.max() >= self.tokens.shape[1]:
             self.tokens = _widened(self.tokens, int(columns.max()) + 1)
-        self.tokens[slots, columns] = np.where(failed, 0, tokens)
+        self.tokens[slots, columns] = tokens
         self.lengths[slots] += 1
-        good = ~failed
-        self.sampling.counts.count(slots[good], tokens[good])
+
+    def _append_chosen(self, chosen: Int32Array) -> None:
+        slots, tokens = chosen[:, 0].astype(np.int64), chosen[:, 1]
+        self._check_slots(slots, "given a token")
+        for wrong, what in (
+            (self.lengths[slots] == 0, "is free"),
+            (self.sampling.candidates[slots] == 0, "is no beam"),
+            (np.bincount(slots)[slots] > 1, "is given two"),
+            (tokens >= self.vocab_size, f"knows a vocabulary of {self.vocab_size}"),
+        ):
+            if wrong.any():
+                row = int(np.flatnonzero(wrong)[0])
+                raise ProtocolError(f"token {tokens[row]} was chosen for slot {slots[row]}, which {what}")
+        self._append(slots, tokens)
+        self.sampling.counts.count(slots, tokens)
 
     def _release(self, slot: int) -> None:
         self.lengths[slot] = self.table_lengths[slot] = 0

@@ -53,6 +53,11 @@ class Runner:
         """Begins an epoch: forgets every sequence. What the blocks hold means nothing any more."""
         self._rows = Rows(welcome.max_num_seqs, self.cache.num_blocks, self.model.vocab_size, self._device)
 
+    def synchronize(self) -> None:
+        """Waits until the device has done all that was asked of it."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     @torch.inference_mode()
     def execute(self, plan: IterationPlan) -> IterationResult:
         """Carries out one plan, in the order that `IterationPlan` states. How long the plan waited is left to whoever
@@ -85,6 +90,7 @@ class Runner:
             iteration=plan.iteration,
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
+            candidates=sampled.candidates,
             faults=faults,
             copy_us=_micros(copied - begun),
             forward_us=_micros(computed - copied),
@@ -109,7 +115,7 @@ class Runner:
         self, batch: Batch | None, logits: torch.Tensor | None, rows: Rows
     ) -> tuple[Sampled, tuple[RowFault, ...]]:
         if batch is None or logits is None:
-            return Sampled(np.zeros(0, np.int32), TokenLogprobs()), ()
+            return Sampled(np.zeros(0, np.int32), TokenLogprobs(), TokenLogprobs()), ()
         slots, owners = batch.sampled_slots, batch.token_slots
         if rows.faulty[slots].any():  # stays faulty: it computes with a token that was never drawn
             logits[torch.from_numpy(rows.faulty[slots]).to(self._device)] = torch.nan
@@ -121,7 +127,7 @@ class Runner:
             positions=rows.lengths[owners],
         )
         sampled = sample(logits, selection, rows.sampling)
-        rows.append(owners, sampled.token_ids)
+        rows.record(owners, sampled.token_ids)
         failed = owners[sampled.token_ids < 0]
         return sampled, tuple(
             RowFault(slot, NON_FINITE, "the model's logits are not finite numbers") for slot in failed.tolist()

@@ -1,8 +1,11 @@
 """Draws tokens from logits: one vectorised pass over rows with different parameters.
 
-Order: penalties over the raw logits (as transformers and vLLM do), logit_bias, bans; then, for rows that draw by
+Order: logit_bias over the raw logits, penalties, bans (as transformers and vLLM do); then, for rows that draw by
 chance, temperature, min_p and top_k, and top_p over the mass that is left. Log-probabilities are those of the raw
 logits. A batch of greedy rows pays for one argmax.
+
+A beam is not sampled: its best continuations are reported. Their log-probabilities are those of the raw logits, to
+which bias, penalties and bans are then applied, without normalising again: that is what transformers' generate() sums.
 
 A random row takes the inverse of the cumulative distribution in the order of token ids at a uniform number that is a
 function of (seed, sequence, position) alone, so that neither the batch nor the order of near-equal logits matters.
@@ -31,10 +34,11 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """token_ids: [N], -1 where the row's logits were not finite."""
+    """token_ids: [N], -1 where the row's logits were not finite. ``candidates``: of the beams among them."""
 
     token_ids: Int32Array
     logprobs: TokenLogprobs
+    candidates: TokenLogprobs
 
 
 def sample(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Sampled:
@@ -47,11 +51,11 @@ def sample(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Sampled:
     finite = torch.isfinite(best)
     if batch.plain:
         tokens = torch.where(finite, chosen, -1).cpu().numpy().astype(np.int32)
-        return Sampled(tokens[batch.row_of], TokenLogprobs())
+        return Sampled(tokens[batch.row_of], TokenLogprobs(), TokenLogprobs())
 
     reported = bool((batch.logprobs >= 0).any())
     edited = logits
-    if batch.penalised.size or batch.edits.bias_ids.size or batch.edits.ban_ids.size:
+    if batch.beams.size or batch.penalised.size or batch.edits.bias_ids.size or batch.edits.ban_ids.size:
         edited = _edit(logits.clone() if reported else logits, batch, rows)
         best, chosen = edited.max(-1)
         finite &= torch.isfinite(best)
@@ -60,16 +64,27 @@ def sample(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Sampled:
         _draw(edited, best, per_token, batch, rows)
     finite_rows = finite.cpu().numpy()
     tokens = np.where(finite_rows[batch.row_of], per_token.cpu().numpy(), -1).astype(np.int32)
-    return Sampled(tokens, _logprobs(logits, tokens, batch) if reported else TokenLogprobs())
+    return Sampled(
+        tokens,
+        _logprobs(logits, tokens, batch) if reported else TokenLogprobs(),
+        _candidates(edited, finite_rows, batch) if batch.beams.size else TokenLogprobs(),
+    )
 
 
 def _edit(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Tensor:
-    """Applies penalties, bias and bans in place."""
+    """Makes log-probabilities of the logits of beams, then applies bias, penalties and bans; in place."""
     device = logits.device
 
     def on_device(array: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
+    if batch.beams.size:
+        index = on_device(batch.beams)
+        logits[index] = _rows_of(logits, index).log_softmax(-1)
+    edits = batch.edits
+    if edits.bias_ids.size:
+        where = (on_device(edits.bias_rows), on_device(edits.bias_ids))
+        logits.index_put_(where, on_device(edits.bias_values), accumulate=True)
     if batch.penalised.size:
         slots = batch.slots[batch.penalised]
         lines = rows.counts.lines(slots.tolist())
@@ -84,13 +99,14 @@ def _edit(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Tensor:
         values = logits[where]
         values = torch.where(values > 0, values / repetition, values * repetition)
         logits[where] = values - frequency * counts - presence * (counts > 0)
-    edits = batch.edits
-    if edits.bias_ids.size:
-        where = (on_device(edits.bias_rows), on_device(edits.bias_ids))
-        logits.index_put_(where, on_device(edits.bias_values), accumulate=True)
     if edits.ban_ids.size:
         logits[on_device(edits.ban_rows), on_device(edits.ban_ids)] = -torch.inf
     return logits
+
+
+def _rows_of(logits: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index``, which ascends; without a copy where that is all of them."""
+    return logits if index.shape[0] == logits.shape[0] else logits[index]
 
 
 def _draw(logits: Tensor, best: Tensor, tokens: Tensor, batch: SampleBatch, rows: SamplingRows) -> None:
@@ -104,8 +120,7 @@ def _draw(logits: Tensor, best: Tensor, tokens: Tensor, batch: SampleBatch, rows
         slots = batch.slots[part]
         temperature = torch.from_numpy(rows.temperature[slots]).to(device, torch.float32).unsqueeze(1)
         # Relative to the largest, so that nothing overflows however small the temperature is.
-        chosen = logits if part.size == logits.shape[0] else logits[index]
-        weights = (chosen - best[index].unsqueeze(1)).div_(temperature).exp_()
+        weights = (_rows_of(logits, index) - best[index].unsqueeze(1)).div_(temperature).exp_()
         floor, single = _floor(weights, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
         if bool((floor > 0).any()):
             weights.masked_fill_(weights < floor.unsqueeze(1), 0)
@@ -222,4 +237,26 @@ def _logprobs(logits: Tensor, tokens: Int32Array, batch: SampleBatch) -> TokenLo
         ranks=ranks.cpu().numpy().astype(np.int32),
         token_ids=ids[taken].astype(np.int32),
         values=values[taken].astype(np.float32),
+    )
+
+
+def _candidates(logprobs: Tensor, finite: npt.NDArray[np.bool_], batch: SampleBatch) -> TokenLogprobs:
+    """The best continuations of each beam, best first. Faulty rows have none.
+
+    Args:
+        logprobs: [R, vocab_size] edited log-probabilities in the rows of beams.
+        finite: [R].
+    """
+    good = finite[batch.beams]
+    beams, counts = batch.beams[good], np.minimum(batch.candidates[good], logprobs.shape[1])
+    if not beams.size:
+        return TokenLogprobs()
+    top = _rows_of(logprobs, torch.from_numpy(beams).to(logprobs.device)).topk(int(counts.max()))
+    taken = np.arange(counts.max()) < counts[:, None]
+    return TokenLogprobs(
+        rows=np.searchsorted(batch.row_of, beams).astype(np.int32),
+        counts=counts.astype(np.int32),
+        ranks=np.ones(beams.size, np.int32),
+        token_ids=top.indices.cpu().numpy()[taken].astype(np.int32),
+        values=top.values.cpu().numpy()[taken].astype(np.float32),
     )

@@ -44,6 +44,8 @@ class SampleBatch:
         random: [K] rows that draw by chance.
         sequences, positions: [N] what, with the row's seed, each token's random number is made of.
         logprobs: [R] alternatives to report, -1 for none.
+        beams: [K] rows of beams, which are not sampled; each has one token.
+        candidates: [K] best continuations to report of each of them.
     """
 
     row_of: Indices
@@ -55,10 +57,16 @@ class SampleBatch:
     sequences: Indices
     positions: Indices
     logprobs: Indices
+    beams: Indices
+    candidates: Indices
 
 
 class SamplingRows:
-    """Arrays over all slots. A slot is written when a sequence joins or forks, and read when it samples."""
+    """Arrays over all slots. A slot is written when a sequence joins or forks, and read when it samples.
+
+    Attributes:
+        candidates: [S] best continuations that a beam reports in place of a sampled token; 0 for what is no beam.
+    """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -73,6 +81,7 @@ class SamplingRows:
         self.seed = np.zeros(n, np.uint64)
         self.min_tokens = np.zeros(n, np.int64)
         self.logprobs = np.full(n, -1, np.int64)
+        self.candidates = np.zeros(n, np.int64)
         self.biased = np.zeros(n, np.bool_)
         self.penalised = np.zeros(n, np.bool_)
         self._bias: dict[int, tuple[Indices, npt.NDArray[np.float32]]] = {}
@@ -88,6 +97,10 @@ class SamplingRows:
         self.presence_penalty[slot], self.frequency_penalty[slot] = p.presence_penalty, p.frequency_penalty
         self.seed[slot] = p.seed
         self.logprobs[slot] = -1 if p.logprobs is None else p.logprobs
+        if p.beam_width:
+            self.temperature[slot] = 0.0
+            self.candidates[slot] = max(p.num_candidates, self.logprobs[slot])
+            self.logprobs[slot] = -1
         ends = p.stop_token_ids if p.ignore_eos else np.concatenate((p.eos_token_ids, p.stop_token_ids))
         banned = self._known(np.unique(ends))
         self.min_tokens[slot] = p.min_tokens if banned.size else 0
@@ -105,7 +118,8 @@ class SamplingRows:
         self.release(child)
         for array in (
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.presence_penalty,
-            self.frequency_penalty, self.seed, self.min_tokens, self.logprobs, self.biased, self.penalised,
+            self.frequency_penalty, self.seed, self.min_tokens, self.logprobs, self.candidates, self.biased,
+            self.penalised,
         ):  # fmt: skip
             array[child] = array[parent]
         if parent in self._bias:
@@ -119,7 +133,7 @@ class SamplingRows:
         self._banned.pop(slot, None)
         self.counts.release(slot)
         self.biased[slot] = self.penalised[slot] = False
-        self.min_tokens[slot] = 0
+        self.min_tokens[slot] = self.candidates[slot] = 0
 
     def select(
         self, slots: Indices, outputs: Indices, row_of: Indices, sequences: Indices, positions: Indices
@@ -130,7 +144,9 @@ class SamplingRows:
         biased = np.flatnonzero(self.biased[slots])
         held = np.flatnonzero(outputs < self.min_tokens[slots])
         logprobs = self.logprobs[slots]
-        plain = not (random.size or penalised.size or biased.size or held.size or (logprobs >= 0).any())
+        beams = np.flatnonzero(self.candidates[slots])
+        special = (random, penalised, biased, held, beams)
+        plain = not (any(rows.size for rows in special) or (logprobs >= 0).any())
         biases = [self._bias[slot] for slot in slots[biased].tolist()]
         bans = [self._banned[slot] for slot in slots[held].tolist()]
         edits = Edits(
@@ -150,6 +166,8 @@ class SamplingRows:
             sequences=sequences,
             positions=positions,
             logprobs=logprobs,
+            beams=beams,
+            candidates=self.candidates[slots[beams]],
         )
 
     def _known(self, ids: Int32Array) -> Indices:
