@@ -11,6 +11,7 @@ from pagemill_scheduler.request import Request, Sequence, Status
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
 from pagemill_shared.messages import SequenceJoin
+from pagemill_shared.schema import Int32Array
 
 _NO_BLOCK = 0  # physical block 0 is never handed out
 
@@ -39,29 +40,29 @@ class Demand:
 
     Attributes:
         blocks: free blocks, with one more for each fork to come.
-        cached: leading blocks of its first sequence that the prefix cache holds; nodes: theirs.
+        cached: leading blocks of its first sequence that the prefix cache holds; node: that of the last one.
     """
 
     blocks: int
     cached: list[int]
-    nodes: list[Node]
+    node: Node
 
 
 def demand(state: State, worker: WorkerState, request: Request) -> Demand:
     """What ``request`` would take on ``worker`` as things stand."""
-    need = 0
-    seen: set[int] = set()
     sequences = starters(request)
-    for sequence in sequences:
-        total = worker.blocks_for(len(sequence.tokens))
-        sharable = _sharable(worker, sequence)[:total]
-        need += total - len(seen.intersection(sharable))
-        seen.update(sharable)
-    cached, nodes = _cached(state, worker, sequences[0])
+    need = sum(worker.blocks_for(len(sequence.tokens)) for sequence in sequences)
+    if len(sequences) > 1:
+        seen: set[int] = set()
+        for sequence in sequences:
+            sharable = _sharable(worker, sequence)[: worker.blocks_for(len(sequence.tokens))]
+            need -= len(seen.intersection(sharable))
+            seen.update(sharable)
+    cached, node = _cached(state, worker, sequences[0])
     if cached:
         # Blocks in use cost nothing to share; an evictable one is taken from the free ones like a new one.
         need -= int(np.count_nonzero(worker.pool.refs[cached]))
-    return Demand(need + (0 if request.forked else request.width - 1), cached, nodes)
+    return Demand(need + (0 if request.forked else request.width - 1), cached, node)
 
 
 def _sharable(worker: WorkerState, sequence: Sequence) -> list[int]:
@@ -78,13 +79,13 @@ def _sharable(worker: WorkerState, sequence: Sequence) -> list[int]:
     return sequence.parked.blocks[: computed // worker.block_size]
 
 
-def _cached(state: State, worker: WorkerState, sequence: Sequence) -> tuple[list[int], list[Node]]:
-    """The leading blocks of a waiting sequence that the worker's prefix cache holds.
+def _cached(state: State, worker: WorkerState, sequence: Sequence) -> tuple[list[int], Node]:
+    """The leading blocks of a waiting sequence that the worker's prefix cache holds, and the last one's node.
 
     At least one token is left to compute, or there would be no logits to sample from.
     """
     if not state.config.prefix_caching:
-        return [], []
+        return [], ""
     size = worker.block_size
     count = (len(sequence.tokens) - 1) // size
     return worker.pool.find(sequence.request.cache_salt, sequence.tokens[: count * size].tobytes(), 4 * size)
@@ -108,11 +109,15 @@ def start(state: State, worker: WorkerState, request: Request, taken: Demand, no
     swapped = bool(request.swapped_to)
     fresh = request.started_at is None
     arrival = Arrival()
-    now_at: dict[int, int] = {}  # a parked block -> the device block that now stands for it
-    filled_by: dict[int, int] = {}  # a device block -> the slot that fills it
-    for number, sequence in enumerate(starters(request)):
-        cached, nodes = (taken.cached, taken.nodes) if number == 0 else _cached(state, worker, sequence)
-        _start_sequence(state, worker, sequence, cached, nodes, now_at, filled_by, arrival)
+    sequences = starters(request)
+    if len(sequences) == 1 and sequences[0].parked is None:
+        _start_plain(worker, sequences[0], taken, arrival)
+    else:
+        now_at: dict[int, int] = {}  # a parked block -> the device block that now stands for it
+        filled_by: dict[int, int] = {}  # a device block -> the slot that fills it
+        for number, sequence in enumerate(sequences):
+            cached, node = (taken.cached, taken.node) if number == 0 else _cached(state, worker, sequence)
+            _start_parked(state, worker, sequence, cached, node, now_at, filled_by, arrival)
     if fresh:
         request.started_at = now
         state.counters.prompt_tokens += len(request.prompt)
@@ -138,16 +143,29 @@ def start(state: State, worker: WorkerState, request: Request, taken: Demand, no
     return arrival
 
 
-def _start_sequence(
+def _start_plain(worker: WorkerState, sequence: Sequence, taken: Demand, arrival: Arrival) -> None:
+    """Start the only sequence of a request that has nothing to come back to: what the cache holds, then new blocks."""
+    pool, length = worker.pool, len(sequence.tokens)
+    lead = len(taken.cached)
+    cached = np.array(taken.cached, np.int32)
+    if lead:
+        pool.share(cached)  # first, so that nothing of it is evicted by what is allocated after
+    fresh = pool.allocate(worker.blocks_for(length) - lead)
+    blocks = np.concatenate([cached, fresh]) if lead else fresh
+    _join(worker, sequence, blocks, min(lead * worker.block_size, length - 1), lead, taken.node, arrival)
+
+
+def _start_parked(
     state: State,
     worker: WorkerState,
     sequence: Sequence,
     cached: list[int],
-    nodes: list[Node],
+    node: Node,
     now_at: dict[int, int],
     filled_by: dict[int, int],
     arrival: Arrival,
 ) -> None:
+    """Start one of the sequences of a preempted request."""
     pool, size = worker.pool, worker.block_size
     length = len(sequence.tokens)
     total = worker.blocks_for(length)
@@ -180,23 +198,31 @@ def _start_sequence(
     if not swapped:
         state.counters.recomputed_tokens += max(held - ready, 0)
         sequence.request.recomputed_tokens += max(held - ready, 0)
-    slot = worker.table.join(sequence, blocks, ready)
+    # The cached blocks, or others with the same contents, are among the leading ones.
+    slot = _join(worker, sequence, np.array(blocks, np.int32), ready, len(cached), node, arrival)
     if not swapped:
         for block in blocks[lead:]:
             filled_by[block] = slot
         if gate >= 0:
             worker.table.close_gate(slot, gate, gate_at)
-    named = min(lead, len(cached))
+
+
+def _join(
+    worker: WorkerState,
+    sequence: Sequence,
+    blocks: Int32Array,
+    computed: int,
+    named: int,
+    node: Node,
+    arrival: Arrival,
+) -> int:
+    """Give the sequence a slot and tell the worker; the slot. Its ``named`` leading blocks end at ``node``."""
+    table, request = worker.table, sequence.request
+    slot = table.join(sequence, blocks, computed)
     if named:
-        worker.table.named[slot], worker.table.nodes[slot] = named, nodes[named - 1]
+        table.named[slot], table.nodes[slot] = named, node
+    prompt_length, tokens = len(request.prompt), sequence.tokens
     arrival.joined.append(
-        SequenceJoin(
-            slot=slot,
-            sequence=sequence.index,
-            prompt_length=len(sequence.request.prompt),
-            computed=ready,
-            token_ids=sequence.tokens,
-            block_table=worker.table.blocks_of(slot).copy(),
-            sampling=sequence.request.sampling,
-        )
+        SequenceJoin(slot, sequence.index, prompt_length, computed, tokens, blocks, request.sampling)
     )
+    return slot

@@ -79,9 +79,7 @@ def _rearrange(
     """
     table = worker.table
     kept = {continuation.parent for continuation in continuations}
-    for number, sequence in enumerate(running):
-        if number not in kept:
-            worker.vacate(sequence.slot, keep_in_flight=False)
+    worker.vacate([s for number, s in enumerate(running) if number not in kept], keep_in_flight=False)
     result: list[Sequence] = []
     used: set[int] = set()
     for index, continuation in enumerate(continuations):
@@ -102,8 +100,7 @@ def _rearrange(
 def _deliver(state: State, request: Request, beams: BeamSearch) -> None:
     """Replace the beams by the best hypotheses, deliver them and end the request."""
     worker = state.workers[request.worker]
-    for sequence in request.sequences:
-        worker.vacate(sequence.slot, keep_in_flight=False)
+    worker.vacate(request.sequences, keep_in_flight=False)
     request.sequences = []
     for index, hypothesis in enumerate(beams.hypotheses[: request.sampling.n]):
         tokens = np.concatenate([request.prompt, hypothesis.tokens])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import abc
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ def pack_logprobs(rows: list[int], entries: list[LogprobEntry]) -> TokenLogprobs
         token_ids=np.concatenate([entry.token_ids for entry in entries]),
         values=np.concatenate([entry.values for entry in entries]),
     )
+
+
+def _joined(arrays: abc.Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 class DeliveryBuilder:
@@ -80,9 +85,9 @@ class DeliveryBuilder:
         arrays: dict[str, Any] = {}
         if self._columns:
             names = ("handles", "sequences", "offsets", "counts", "finishes", "cached_tokens")
-            arrays = {name: np.concatenate(c) for name, c in zip(names, zip(*self._columns, strict=True), strict=True)}
-            arrays["scores"] = np.concatenate(self._scores)
-            arrays["token_ids"] = np.concatenate(self._tokens)
+            arrays = {name: _joined(c) for name, c in zip(names, zip(*self._columns, strict=True), strict=True)}
+            arrays["scores"] = _joined(self._scores)
+            arrays["token_ids"] = _joined(self._tokens)
         delivery = Delivery(
             epoch,
             number,
@@ -96,5 +101,7 @@ class DeliveryBuilder:
 
 def finish_codes(hit: npt.NDArray[np.bool_], full: npt.NDArray[np.bool_]) -> Int32Array:
     """[K] FinishReason per row: an end or stop token beats the length limit. EOS stands for both kinds of hit."""
-    codes: Int32Array = np.where(hit, FinishReason.EOS, np.where(full, FinishReason.LENGTH, 0)).astype(np.int32)
+    codes = np.zeros(len(hit), np.int32)
+    codes[full] = FinishReason.LENGTH
+    codes[hit] = FinishReason.EOS
     return codes

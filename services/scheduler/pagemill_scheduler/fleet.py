@@ -147,7 +147,8 @@ def check_deadlines(state: State, now: float) -> None:
 
 
 def refresh_status(state: State, now: float) -> None:
-    """Tell the gateways if the set of ready workers has changed."""
+    """The set of workers has changed: tell the gateways if that changes what is ready."""
+    state.fleet_changed = True
     ready = state.ready_workers()
     if not ready:
         if state.no_worker_since is None:

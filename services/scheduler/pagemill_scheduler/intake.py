@@ -188,7 +188,7 @@ def sequence_finished(state: State, gateway: GatewayState, message: SequenceFini
         return
     sequence.finish = FinishReason.STOP_TOKEN
     if request.unfinished:
-        lifecycle.finish_sequence(state, sequence)
+        lifecycle.finish_one(state, sequence)
     else:
         state.counters.requests_finished += 1
         lifecycle.end(state, request, acknowledge=False)
@@ -196,14 +196,16 @@ def sequence_finished(state: State, gateway: GatewayState, message: SequenceFini
 
 def expire(state: State, now: float) -> None:
     """Fail what waits in vain: no worker is left for too long, or those that are left are too small."""
-    timeout = state.config.no_worker_timeout
-    for request in list(state.queue):
-        if state.no_worker_since is not None:
+    if state.no_worker_since is not None:
+        timeout = state.config.no_worker_timeout
+        for request in list(state.queue):
             waited = now - max(state.no_worker_since, request.arrived_at)
             if waited >= timeout:
                 message = f"no worker has been ready for {waited:.1f} s"
                 lifecycle.fail(state, request, "no_worker", message)
-        else:
+    elif state.fleet_changed:
+        for request in list(state.queue):
             failure = never_fits(state, request)
             if failure is not None:
                 lifecycle.fail(state, request, failure.code, failure.message, failure.param)
+        state.fleet_changed = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagemill_scheduler.request import Parked, Request, Sequence, Status
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
-from pagemill_shared.messages import RequestFailure
+from pagemill_shared.messages import FinishReason, RequestFailure
 
 
 def preempt(state: State, request: Request, why: str, *, keep_blocks: bool = True) -> str:
@@ -30,8 +30,7 @@ def preempt(state: State, request: Request, why: str, *, keep_blocks: bool = Tru
     swap = keep_blocks and _should_swap(state, worker, request, filled)
     if swap:
         _swap_out(state, worker, request, filled)
-    for sequence in running:
-        worker.vacate(sequence.slot, keep_in_flight=keep_blocks and request.beams is None)
+    worker.vacate(running, keep_in_flight=keep_blocks and request.beams is None)
     worker.take_seats(request, 0)
     request.move(Status.WAITING)
     request.worker = ""
@@ -83,17 +82,41 @@ def _release_host(state: State, request: Request, leaving: list[Sequence]) -> No
         sequence.parked = None
 
 
-def finish_sequence(state: State, sequence: Sequence) -> None:
-    """A sequence has ended (its ``finish`` is set): free what it alone owns; its siblings go on."""
+def finish(state: State, worker: WorkerState, sequences: list[Sequence], codes: list[int]) -> None:
+    """``sequences``, all running on ``worker``, have ended for the reasons ``codes`` (FinishReason)."""
+    if worker.table.num_gates or not all(sequence.request.forked for sequence in sequences):
+        for sequence, code in zip(sequences, codes, strict=True):
+            sequence.finish = FinishReason(code)
+            finish_one(state, sequence)
+        return
+    # Nobody waits for what any of them has or was to do: they can leave together.
+    for sequence, code in zip(sequences, codes, strict=True):
+        sequence.finish = FinishReason(code)
+    worker.vacate(sequences, keep_in_flight=False)
+    for sequence in sequences:
+        request = sequence.request
+        worker.take_seats(request, request.seats - 1)
+        if not request.seats:
+            state.counters.requests_finished += 1
+            end(state, request, acknowledge=True)
+
+
+def finish_one(state: State, sequence: Sequence) -> None:
+    """A sequence has ended (its ``finish`` is set), wherever it is: free what it alone owns; its siblings go on."""
     request = sequence.request
-    if sequence.slot >= 0:
+    if request.status is Status.ENDED:
+        return  # with a sibling that ended in the same step
+    if not request.unfinished:
+        state.counters.requests_finished += 1
+        end(state, request, acknowledge=True)
+    elif sequence.slot >= 0:
         worker = state.workers[request.worker]
         table = worker.table
         slot = sequence.slot
         dependents = [s for s in request.unfinished if s.slot >= 0 and table.gate[s.slot] == slot]
         stuck = any(table.gated(s.slot) for s in dependents)
         forks_later = not request.forked and not table.is_idle(slot)
-        worker.vacate(slot, keep_in_flight=False)
+        worker.vacate([sequence], keep_in_flight=False)
         worker.take_seats(request, request.seats - 1)
         if stuck or forks_later:
             preempt(state, request, "a sequence that its siblings waited for has ended")
@@ -105,9 +128,7 @@ def end(state: State, request: Request, *, acknowledge: bool) -> None:
     """Free all that a request owns and forget it; with ``acknowledge``, only once its gateway has heard of its end."""
     if request.status is Status.RUNNING:
         worker = state.workers[request.worker]
-        for sequence in request.sequences:
-            if sequence.slot >= 0:
-                worker.vacate(sequence.slot, keep_in_flight=False)
+        worker.vacate([s for s in request.sequences if s.slot >= 0], keep_in_flight=False)
         worker.take_seats(request, 0)
     elif request.status is Status.WAITING:
         state.queue.remove(request)

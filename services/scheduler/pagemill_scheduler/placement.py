@@ -27,6 +27,7 @@ class Claims:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._workers = state.ready_workers()
         self._seats: dict[str, int] = {}
         self._blocks: dict[str, int] = {}
 
@@ -44,7 +45,7 @@ class Claims:
         best: Place | None = None
         best_cost = 0.0
         why = "no worker is ready"
-        workers = self._state.ready_workers()
+        workers = self._workers
         for worker in workers:
             if request.swapped_to and worker.identity != request.swapped_to:
                 continue

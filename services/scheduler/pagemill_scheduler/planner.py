@@ -11,11 +11,12 @@ import numpy.typing as npt
 from pagemill_scheduler import admission, lifecycle, naming, placement
 from pagemill_scheduler.request import Request
 from pagemill_scheduler.state import State
+from pagemill_scheduler.table import Slots
 from pagemill_scheduler.worker import Flight, WorkerState
 from pagemill_shared.messages import IterationPlan, SequenceJoin
 from pagemill_shared.schema import Int32Array
 
-_NO_SLOTS = np.zeros(0, np.int32)
+_NO_SLOTS = np.zeros(0, np.intp)
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class Draft:
     """
 
     budget: int
-    rows: Int32Array = field(default_factory=lambda: _NO_SLOTS)
+    rows: Slots = field(default_factory=lambda: _NO_SLOTS)
     new_blocks: list[Int32Array] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -69,7 +70,9 @@ def _decode(state: State, worker: WorkerState, draft: Draft) -> None:
         positions = table.num_blocks[growing]
         table.blocks[growing, positions] = blocks
         table.num_blocks[growing] += 1
-        draft.new_blocks.append(np.stack([growing, positions, blocks], axis=1))
+        grown = np.empty((len(growing), 3), np.int32)
+        grown[:, 0], grown[:, 1], grown[:, 2] = growing, positions, blocks
+        draft.new_blocks.append(grown)
     for slot in shared.tolist():
         _copy_on_write(state, worker, slot, draft)
     table.computed[rows] += 1
@@ -78,7 +81,7 @@ def _decode(state: State, worker: WorkerState, draft: Draft) -> None:
     draft.budget -= len(rows)
 
 
-def _make_room(state: State, worker: WorkerState) -> tuple[Int32Array, Int32Array, Int32Array]:
+def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Slots, Slots]:
     """The rows that decode now; those of them that need one more block; those that write to a shared block.
 
     While there are too few free blocks, the request that comes last in order is preempted, whether it needs a block or
@@ -98,7 +101,9 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Int32Array, Int32Arra
         position = computed[ready] // table.block_size
         grows = position >= table.num_blocks[rows]
         growing = rows[grows]
-        writers, targets = rows[~grows], table.blocks[rows[~grows], position[~grows]]
+        stays = ~grows
+        writers = rows[stays]
+        targets = table.blocks[writers, position[stays]]
         several = pool.refs[targets] > 1
         shared = writers[several]
         need = len(growing) + (_copies_needed(worker, targets[several]) if len(shared) else 0)
@@ -108,7 +113,7 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Int32Array, Int32Arra
         preempt_for(state, worker, victim, f"{need} blocks were needed to go on, {pool.num_free} were free")
 
 
-def _hold_back(worker: WorkerState, slots: Int32Array, ready: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _hold_back(worker: WorkerState, slots: Slots, ready: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """``ready`` without rows at a closed gate, and without beams whose request has a beam that is not ready."""
     table = worker.table
     for slot in np.flatnonzero(table.gate >= 0).tolist():
@@ -142,7 +147,7 @@ def _copy_on_write(state: State, worker: WorkerState, slot: int, draft: Draft) -
     if pool.refs[source] == 1:
         return
     target = int(pool.allocate(1)[0])
-    pool.release(np.array([source], np.int32))
+    pool.release([np.array([source], np.int32)])
     table.blocks[slot, position] = target
     draft.copies.append((source, target))
     draft.new_blocks.append(np.array([[slot, position, target]], np.int32))
@@ -154,7 +159,7 @@ def _prefilling(worker: WorkerState) -> list[int]:
     table = worker.table
     slots = table.slots()
     left = table.length[slots] + table.pending[slots] - table.computed[slots]
-    return [int(slot) for slot in table.ordered(slots[left > 1])]
+    return table.ordered(slots[left > 1]).tolist()
 
 
 def _add_chunk(state: State, worker: WorkerState, slot: int, draft: Draft) -> None:
@@ -162,17 +167,17 @@ def _add_chunk(state: State, worker: WorkerState, slot: int, draft: Draft) -> No
     table = worker.table
     if table.gated(slot):
         return
-    start = int(table.computed[slot])
-    last = int(table.length[slot])
+    start, length = table.computed.item(slot), table.length.item(slot)
+    last = length
     beams = table.sequence(slot).request.beams
     if beams is not None and beams.steps:
         last -= 1  # running beams sample together, as decode rows, once all of them have come this far
     count = min(last - start, draft.budget)
     if count <= 0:
         return
-    table.computed[slot] += count
+    table.computed[slot] = start + count
     draft.budget -= count
-    samples = _sample_after_prompt(worker, slot, draft) if start + count == table.length[slot] else 0
+    samples = _sample_after_prompt(worker, slot, draft) if start + count == length else 0
     draft.chunks.append((slot, start, count, samples))
     if state.config.prefix_caching:
         naming.name_slot(worker, slot)
@@ -203,10 +208,9 @@ def _run_newcomers(state: State, worker: WorkerState, joined: list[SequenceJoin]
     A sequence that comes back with one token left to compute decodes with the others from the next plan on, where it
     is seen to that it writes to no shared block.
     """
-    table = worker.table
     for join in joined:
         resumed = len(join.token_ids) > join.prompt_length
-        if draft.budget and table.length[join.slot] - table.computed[join.slot] > int(resumed):
+        if draft.budget and len(join.token_ids) - join.computed > int(resumed):
             _add_chunk(state, worker, join.slot, draft)
 
 
@@ -272,6 +276,7 @@ def _make_way(state: State, worker: WorkerState) -> None:
 def _dispatch(worker: WorkerState, draft: Draft, now: float) -> IterationPlan:
     notes = worker.notes
     worker.num_plans += 1
+    rows = draft.rows.astype(np.int32)
     chunks = np.array(draft.chunks, np.int32).reshape(-1, 4)
     plan = IterationPlan(
         epoch=worker.outgoing.epoch,
@@ -284,13 +289,13 @@ def _dispatch(worker: WorkerState, draft: Draft, now: float) -> IterationPlan:
         swap_out=np.array(notes.swap_out, np.int32).reshape(-1, 2),
         swap_in=np.array(draft.swap_in, np.int32).reshape(-1, 2),
         block_copies=np.array(draft.copies, np.int32).reshape(-1, 2),
-        decode_rows=draft.rows,
+        decode_rows=rows,
         prefill_chunks=chunks,
     )
     worker.told()
     if not worker.flights:
         worker.progress_at = now
-    slots = np.concatenate([draft.rows, np.array(draft.entries, np.int32)]) if draft.entries else draft.rows
-    num_tokens = len(draft.rows) + int(chunks[:, 2].sum())
+    slots = np.concatenate([draft.rows, np.array(draft.entries, np.intp)]) if draft.entries else draft.rows
+    num_tokens = len(rows) + sum(count for _, _, count, _ in draft.chunks)
     worker.flights.append(Flight(plan.iteration, slots, num_tokens, now))
     return plan

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import numpy as np
 
 from pagemill_shared.schema import Int32Array
@@ -11,6 +9,10 @@ from pagemill_shared.schema import Int32Array
 Node = int | str
 """What stands for all tokens up to a block's end; a string is the salt at the root."""
 Name = tuple[Node, bytes]
+
+_NOWHERE = -1
+_SPARE_SHARE = 64
+"""An eviction may take up to one in so many blocks of the pool more than it must, because one by one they cost more."""
 
 
 class BlockPool:
@@ -33,10 +35,11 @@ class BlockPool:
         # A stack, lowest block on top: blocks in use stay close together.
         self._stack = np.arange(num_blocks, 0, -1, dtype=np.int32)
         self._unused = num_blocks
-        self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._names: dict[Name, tuple[int, int]] = {}  # -> block, node
+        self._evictable = _LruQueue(num_blocks)
+        self._names: dict[Name, int] = {}  # -> node; the block that has the name is node % _stride
         self._name_of: dict[int, Name] = {}
-        self._nodes = 0
+        self._stride = num_blocks + 1
+        self._serial = 0
 
     @property
     def num_free(self) -> int:
@@ -57,8 +60,6 @@ class BlockPool:
         Raises:
             RuntimeError: fewer are free; the caller must have made room before.
         """
-        if count > self.num_free:
-            raise RuntimeError(f"{count} blocks asked for, {self.num_free} free")
         if self._unused < count:
             self._evict(count - self._unused)
         self._unused -= count
@@ -68,61 +69,97 @@ class BlockPool:
 
     def share(self, blocks: Int32Array) -> None:
         """Add one reference to each of ``blocks``, which are distinct and used or evictable."""
-        for block in blocks[self.refs[blocks] == 0].tolist():
-            del self._evictable[block]
-        self.refs[blocks] += 1
+        refs = self.refs[blocks]
+        self._evictable.remove(blocks[refs == 0])
+        self.refs[blocks] = refs + 1
 
-    def release(self, blocks: Int32Array) -> None:
-        """Give back one reference to each of ``blocks``, which are distinct and in the order of a block table.
+    def release(self, tables: list[Int32Array]) -> None:
+        """Give back one reference to each block of each of ``tables``, which are block tables: in order, distinct within.
 
         Raises:
-            RuntimeError: one of them is free already.
+            RuntimeError: a block is free already.
         """
+        # The end of a sequence is evicted before its beginning, which more requests may share.
+        blocks = np.concatenate([table[::-1] for table in tables]) if len(tables) > 1 else tables[0][::-1]
         left = self.refs[blocks] - 1
+        if len(tables) > 1 and left.any():
+            # Some are shared, perhaps with one another: then each must see what the one before it left.
+            for table in tables:
+                self.release([table])
+            return
         if left.size and left.min() < 0:
             raise RuntimeError(f"blocks {blocks[left < 0].tolist()} released, but nobody refers to them")
         self.refs[blocks] = left
-        freed = blocks[left == 0][::-1]
+        freed = blocks[left == 0]
         keep = self.named[freed]
-        # The end of a sequence is evicted before its beginning, which more requests may share.
-        for block in freed[keep].tolist():
-            self._evictable[block] = None
+        self._evictable.add(freed[keep])
         self._push(freed[~keep])
 
-    def name(self, parent: Node, tokens: bytes, block: int) -> Node:
-        """Name a full block in use, and give its node. The first block of a name keeps it."""
-        name = (parent, tokens)
-        known = self._names.get(name)
-        if known is not None:
-            return known[1]
-        self._nodes += 1
-        self._names[name] = (block, self._nodes)
-        self._name_of[block] = name
-        self.named[block] = True
-        return self._nodes
+    def name_run(self, parent: Node, chunks: list[bytes], blocks: Int32Array) -> Node:
+        """Name the full blocks of one sequence that follow each other, all in use; the node of the last one.
 
-    def find(self, root: Node, tokens: bytes, block_bytes: int) -> tuple[list[int], list[Node]]:
-        """The leading blocks of ``tokens`` that are here, used or evictable, and their nodes."""
-        blocks: list[int] = []
-        nodes: list[Node] = []
-        parent = root
+        Args:
+            parent: the node of the block before the first of them.
+            chunks: [K] the tokens of each.
+            blocks: [K].
+        """
         names = self._names
-        for start in range(0, len(tokens), block_bytes):
-            known = names.get((parent, tokens[start : start + block_bytes]))
-            if known is None:
+        known = 0
+        for chunk in chunks:
+            node = names.get((parent, chunk))
+            if node is None:
                 break
-            blocks.append(known[0])
-            parent = known[1]
-            nodes.append(parent)
-        return blocks, nodes
+            parent = node
+            known += 1
+        else:
+            return parent
+        # Nothing has followed a new node yet, so all that come after it are new, too.
+        fresh = blocks[known:]
+        first, stride = self._serial + 1, self._stride
+        self._serial += len(fresh)
+        numbers = fresh.tolist()
+        nodes = [serial * stride + block for serial, block in enumerate(numbers, first)]
+        keys = list(zip([parent, *nodes[:-1]], chunks[known:], strict=True))
+        names.update(zip(keys, nodes, strict=True))
+        self._name_of.update(zip(numbers, keys, strict=True))
+        self.named[fresh] = True
+        return nodes[-1]
+
+    def name_each(self, parents: list[Node], chunks: list[bytes], blocks: Int32Array) -> list[Node]:
+        """Name one full block in use of each of several sequences; their nodes. The first block of a name keeps it."""
+        names, name_of, stride = self._names, self._name_of, self._stride
+        nodes: list[Node] = []
+        for name, block in zip(zip(parents, chunks, strict=True), blocks.tolist(), strict=True):
+            node = names.get(name)
+            if node is None:
+                self._serial += 1
+                node = self._serial * stride + block
+                names[name] = node
+                name_of[block] = name
+                self.named[block] = True
+            nodes.append(node)
+        return nodes
+
+    def find(self, root: Node, tokens: bytes, block_bytes: int) -> tuple[list[int], Node]:
+        """The leading blocks of ``tokens`` that are here, used or evictable, and the last one's node."""
+        names, stride = self._names, self._stride
+        blocks: list[int] = []
+        parent = root
+        for start in range(0, len(tokens), block_bytes):
+            node = names.get((parent, tokens[start : start + block_bytes]))
+            if node is None:
+                break
+            blocks.append(node % stride)
+            parent = node
+        return blocks, parent
 
     def withdraw(self, blocks: Int32Array) -> None:
         """Take their names away: what they hold is not what the names say."""
-        for block in blocks[self.named[blocks]].tolist():
-            self._forget_name(block)
-            if self.refs[block] == 0:
-                del self._evictable[block]
-                self._push(np.array([block], np.int32))
+        blocks = blocks[self.named[blocks]]
+        self._forget_names(blocks)
+        free = blocks[self.refs[blocks] == 0]
+        self._evictable.remove(free)
+        self._push(free)
 
     def unused_blocks(self) -> Int32Array:
         """The free blocks without a name, in no particular order."""
@@ -130,23 +167,78 @@ class BlockPool:
 
     def evictable_blocks(self) -> list[int]:
         """Least recently used first."""
-        return list(self._evictable)
+        return self._evictable.blocks().tolist()
 
     def _push(self, blocks: Int32Array) -> None:
         self._stack[self._unused : self._unused + len(blocks)] = blocks
         self._unused += len(blocks)
 
     def _evict(self, count: int) -> None:
-        blocks = [self._evictable.popitem(last=False)[0] for _ in range(count)]
-        for block in blocks:
-            del self._names[self._name_of.pop(block)]
-        evicted = np.array(blocks, np.int32)
-        self.named[evicted] = False
-        self._push(evicted)
+        if count > len(self._evictable):
+            raise RuntimeError(f"{count} more blocks asked for than are unused, {len(self._evictable)} can be evicted")
+        blocks = self._evictable.take(min(max(count, self.num_blocks // _SPARE_SHARE), len(self._evictable)))
+        self._forget_names(blocks)
+        self._push(blocks[::-1])
 
-    def _forget_name(self, block: int) -> None:
-        del self._names[self._name_of.pop(block)]
-        self.named[block] = False
+    def _forget_names(self, blocks: Int32Array) -> None:
+        names = self._names
+        for name in map(self._name_of.pop, blocks.tolist()):
+            del names[name]
+        self.named[blocks] = False
+
+
+class _LruQueue:
+    """Distinct blocks in the order in which they came. One that is taken out leaves a stale entry behind, which is
+    skipped later: so all that is done is done to many blocks at once."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._queue = np.zeros(2 * num_blocks + 1, np.int32)
+        self._place = np.full(num_blocks + 1, _NOWHERE, np.int32)  # of each block in the queue
+        self._head = self._tail = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def blocks(self) -> Int32Array:
+        """All, oldest first."""
+        return self._fresh(self._head, self._tail)
+
+    def add(self, blocks: Int32Array) -> None:
+        count = len(blocks)
+        if self._tail + count > len(self._queue):
+            left = self.blocks()
+            self._head, self._tail = 0, len(left)
+            self._queue[: self._tail] = left
+            self._place[left] = np.arange(self._tail)
+        end = self._tail + count
+        self._queue[self._tail : end] = blocks
+        self._place[blocks] = np.arange(self._tail, end)
+        self._tail = end
+        self._count += count
+
+    def remove(self, blocks: Int32Array) -> None:
+        self._place[blocks] = _NOWHERE
+        self._count -= len(blocks)
+
+    def take(self, count: int) -> Int32Array:
+        """Take out the ``count`` oldest, of at least so many."""
+        taken: list[Int32Array] = []
+        missing = count
+        while missing:
+            end = min(self._head + max(missing, 64), self._tail)
+            fresh = self._fresh(self._head, end)[:missing]
+            # Behind the last one taken if that was enough, else behind all that was looked at.
+            self._head = int(self._place[fresh[-1]]) + 1 if len(fresh) == missing else end
+            missing -= len(fresh)
+            taken.append(fresh)
+        blocks = np.concatenate(taken)
+        self.remove(blocks)
+        return blocks
+
+    def _fresh(self, start: int, end: int) -> Int32Array:
+        blocks = self._queue[start:end]
+        return blocks[self._place[blocks] == np.arange(start, end)]
 
 
 class HostPool:

@@ -114,7 +114,7 @@ class Request:
         waits_for: why it is not running, for people.
         failure: the error that it ended with.
         limit: most tokens that a sequence of it may have, prompt included.
-        width, end_ids: as in its sampling parameters.
+        width, end_ids: as in its sampling parameters; eos_ids: those of its end_ids that are the model's.
     """
 
     gateway: GatewayState
@@ -145,11 +145,14 @@ class Request:
     limit: int = field(init=False)
     width: int = field(init=False)
     end_ids: Int32Array = field(init=False)
+    eos_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.limit = len(self.prompt) + self.sampling.max_tokens
-        self.width = self.sampling.width
-        self.end_ids = self.sampling.end_token_ids
+        sampling = self.sampling
+        self.limit = len(self.prompt) + sampling.max_tokens
+        self.width = sampling.width
+        self.end_ids = sampling.end_token_ids
+        self.eos_ids = frozenset(() if sampling.ignore_eos else sampling.eos_token_ids.tolist())
 
     @property
     def rank(self) -> tuple[int, int]:

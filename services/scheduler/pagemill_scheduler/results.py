@@ -9,6 +9,7 @@ from pagemill_scheduler import beam_step, lifecycle, naming
 from pagemill_scheduler.deliveries import finish_codes
 from pagemill_scheduler.request import LogprobEntry, Request, Sequence, Status, finish_reason
 from pagemill_scheduler.state import State
+from pagemill_scheduler.table import Slots
 from pagemill_scheduler.worker import Flight, WorkerState
 from pagemill_shared.errors import ProtocolError
 from pagemill_shared.messages import FinishReason, IterationResult, RowFault, TokenLogprobs
@@ -22,76 +23,95 @@ def apply_result(state: State, worker: WorkerState, result: IterationResult) -> 
         ProtocolError: the result does not answer that plan; nothing was changed.
     """
     flight = worker.flights[0]
-    tokens = result.token_ids
-    if len(tokens) != len(flight.slots):
-        raise ProtocolError(f"iteration {flight.iteration} has {len(flight.slots)} tokens to sample, got {len(tokens)}")
+    slots, tokens = flight.slots, result.token_ids
+    if len(tokens) != len(slots):
+        raise ProtocolError(f"iteration {flight.iteration} has {len(slots)} tokens to sample, got {len(tokens)}")
     if tokens.size and tokens.max() >= worker.hello.vocab_size:
         raise ProtocolError(f"token {tokens.max()} is outside the vocabulary of {worker.hello.vocab_size}")
     entries, candidates = _entries(result.logprobs), _entries(result.candidates)
     _check_entries(worker, flight, tokens, entries, candidates)
-    faults = {fault.slot: fault for fault in result.faults}
 
+    sampled = tokens >= 0
+    if flight.orphans or not sampled.all():
+        _take_exceptions(state, worker, flight, result, sampled, entries)
+    good = flight.live & sampled
+    worker.flights.popleft()
+    if worker.table.num_beams:
+        beam = good & worker.table.beam[slots]
+        beam_step.advance_all(state, worker, flight, np.flatnonzero(beam), candidates)
+        good &= ~beam
+    indices = good.nonzero()[0]
+    if len(indices):
+        _record(state, worker, indices, slots[indices], tokens[indices], entries)
+
+
+def _take_exceptions(
+    state: State,
+    worker: WorkerState,
+    flight: Flight,
+    result: IterationResult,
+    sampled: npt.NDArray[np.bool_],
+    entries: dict[int, LogprobEntry],
+) -> None:
+    """Tokens for sequences that were preempted meanwhile, and rows without a token."""
+    faults = {fault.slot: fault for fault in result.faults}
     for index, sequence in flight.orphans.items():
-        _take_orphan(state, sequence, int(tokens[index]), entries.get(index), faults.get(int(flight.slots[index])))
-    for faulty in np.flatnonzero(flight.live & (tokens < 0)):
+        token, fault = int(result.token_ids[index]), faults.get(int(flight.slots[index]))
+        _take_orphan(state, sequence, token, entries.get(index), fault)
+    for faulty in np.flatnonzero(flight.live & ~sampled):
         if flight.live[faulty]:  # failing a row takes the others of its request out of the flight, too
             slot = int(flight.slots[faulty])
             _fail_row(state, worker.table.sequence(slot).request, faults.get(slot))
-    good = flight.live & (tokens >= 0)
-    worker.flights.popleft()
-    if worker.table.num_beams:
-        beam = good & worker.table.beam[flight.slots]
-        beam_step.advance_all(state, worker, flight, np.flatnonzero(beam), candidates)
-        good &= ~beam
-    _record(state, worker, flight, good, tokens, entries)
 
 
 def _record(
     state: State,
     worker: WorkerState,
-    flight: Flight,
-    good: npt.NDArray[np.bool_],
+    indices: Slots,
+    slots: Slots,
     tokens: Int32Array,
     entries: dict[int, LogprobEntry],
 ) -> None:
-    """One vectorised pass over the rows with a token; Python runs only for those that end or want log-probabilities."""
+    """One vectorised pass over the rows with a token; Python runs only for those that end or want log-probabilities.
+
+    Args:
+        indices: [K] where in the result ``tokens`` stood; ``entries`` are listed by this.
+        slots, tokens: [K].
+    """
     table = worker.table
-    indices: Int32Array = np.flatnonzero(good).astype(np.int32)
-    if not len(indices):
-        return
-    slots, tokens = flight.slots[indices], tokens[indices]
-    table.append(slots, tokens)
-    hit = table.stopped(slots, tokens)
-    finishes = finish_codes(hit, table.length[slots] >= table.limit[slots])
+    length = table.append(slots, tokens)
+    hit = table.stopped(slots, tokens, length)
+    finishes = finish_codes(hit, length >= table.limit[slots])
+    ended = finishes.nonzero()[0]
     state.counters.generation_tokens += len(slots)
-    for i in np.flatnonzero(hit):
-        finishes[i] = _which_end(table.sequence(int(slots[i])).request, int(tokens[i]))
+    for i in hit.nonzero()[0].tolist():
+        finishes[i] = _which_end(table.sequence(slots.item(i)).request, tokens.item(i))
     if state.config.prefix_caching:
         naming.name_rows(worker, slots)
 
-    wants = table.logprobs[slots]
-    slow = np.flatnonzero(wants)
-    for i in slow:
-        sequence = table.sequence(int(slots[i]))
-        sequence.finish = FinishReason(int(finishes[i]))
-        sequence.logprobs.append(entries[int(indices[i])])
-        offset = int(table.length[slots[i]] - table.prompt_length[slots[i]]) - 1
-        sequence.request.gateway.delivery.add_sequence(sequence, offset, tokens[i : i + 1])
-    if len(slow) < len(slots):
-        _deliver_rows(state, worker, slots[~wants], finishes[~wants], tokens[~wants])
+    offsets = length - table.prompt_length[slots] - 1
+    if not table.num_logprobs:
+        _deliver_rows(state, worker, slots, finishes, offsets, tokens)
+    else:
+        wants = table.logprobs[slots]
+        for i in wants.nonzero()[0].tolist():
+            sequence = table.sequence(slots.item(i))
+            sequence.finish = FinishReason(finishes.item(i))
+            sequence.logprobs.append(entries[indices.item(i)])
+            sequence.request.gateway.delivery.add_sequence(sequence, offsets.item(i), tokens[i : i + 1])
+        others = (~wants).nonzero()[0]
+        if len(others):
+            _deliver_rows(state, worker, slots[others], finishes[others], offsets[others], tokens[others])
 
-    ended = np.flatnonzero(finishes)
-    sequences = [table.sequence(int(slot)) for slot in slots[ended]]
-    for sequence, code in zip(sequences, finishes[ended].tolist(), strict=True):
-        sequence.finish = FinishReason(code)
-        _finish(state, sequence)
+    if len(ended):
+        sequences = [table.sequence(slot) for slot in slots[ended].tolist()]
+        lifecycle.finish(state, worker, sequences, finishes[ended].tolist())
 
 
 def _deliver_rows(
-    state: State, worker: WorkerState, slots: Int32Array, finishes: Int32Array, tokens: Int32Array
+    state: State, worker: WorkerState, slots: Slots, finishes: Int32Array, offsets: Int32Array, tokens: Int32Array
 ) -> None:
     table = worker.table
-    offsets = table.length[slots] - table.prompt_length[slots] - 1
     columns = (table.handle[slots], table.sequence_index[slots], offsets, finishes, table.cached[slots], tokens)
     if len(state.gateways) == 1:
         [gateway] = state.gateways.values()
@@ -99,8 +119,8 @@ def _deliver_rows(
         return
     owners = table.gateway[slots]
     for gateway in state.gateways.values():
-        mine = owners == gateway.index
-        if mine.any():
+        mine = (owners == gateway.index).nonzero()[0]
+        if len(mine):
             gateway.delivery.add_rows(*(column[mine] for column in columns))
 
 
@@ -123,18 +143,7 @@ def _take_orphan(
         sequence.logprobs.append(entry)
     request.gateway.delivery.add_sequence(sequence, output_length - 1, sequence.tokens[-1:])
     if sequence.finished:
-        _finish(state, sequence)
-
-
-def _finish(state: State, sequence: Sequence) -> None:
-    request = sequence.request
-    if request.status is Status.ENDED:
-        return  # with a sibling that ended in the same step
-    if request.unfinished:
-        lifecycle.finish_sequence(state, sequence)
-    else:
-        state.counters.requests_finished += 1
-        lifecycle.end(state, request, acknowledge=True)
+        lifecycle.finish_one(state, sequence)
 
 
 def _fail_row(state: State, request: Request, fault: RowFault | None) -> None:
@@ -151,9 +160,7 @@ def _fail_row(state: State, request: Request, fault: RowFault | None) -> None:
 
 
 def _which_end(request: Request, token: int) -> FinishReason:
-    sampling = request.sampling
-    is_eos = not sampling.ignore_eos and token in sampling.eos_token_ids
-    return FinishReason.EOS if is_eos else FinishReason.STOP_TOKEN
+    return FinishReason.EOS if token in request.eos_ids else FinishReason.STOP_TOKEN
 
 
 def _entries(logprobs: TokenLogprobs) -> dict[int, LogprobEntry]:
@@ -187,6 +194,8 @@ def _check_entries(
     candidates: dict[int, LogprobEntry],
 ) -> None:
     table = worker.table
+    if not (table.num_logprobs or table.num_beams or flight.orphans):
+        return
     beam = table.beam[flight.slots]
     wanted = {int(i) for i in np.flatnonzero(flight.live & table.logprobs[flight.slots] & ~beam)}
     wanted |= {i for i, sequence in flight.orphans.items() if sequence.request.sampling.logprobs is not None}

@@ -42,6 +42,7 @@ class State:
     """
     Attributes:
         peers: who speaks on which connection.
+        fleet_changed: the set of workers has changed since it was last checked that some worker can hold what waits.
         no_worker_since: since when no worker is ready, None while one is.
         actions: what the current event has led to so far.
     """
@@ -54,6 +55,7 @@ class State:
     queue: WaitingQueue = field(default_factory=WaitingQueue)
     counters: Counters = field(default_factory=Counters)
     fleet: FleetStatus = field(default_factory=lambda: FleetStatus(0, 0, 0, ""))
+    fleet_changed: bool = False
     no_worker_since: float | None = 0.0
     stopping: bool = False
     actions: list[Action] = field(default_factory=list)

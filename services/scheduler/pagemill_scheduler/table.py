@@ -16,20 +16,25 @@ STOP_IDS_WIDTH = 8
 
 _NONE = -1
 
+Slots = npt.NDArray[np.intp]
+"""[K] rows of the arrays. Indices of this type are the ones that numpy need not convert."""
+
 
 class SlotTable:
     """Arrays of ``capacity`` rows.
 
     Attributes:
-        tokens: [capacity, max_length] prompt and output of each row.
+        tokens: [capacity, max_blocks * block_size] prompt and output of each row; chunks: [capacity, max_blocks] the
+            same memory, one opaque item per block.
         length: [capacity] known tokens.
         pending: [capacity] tokens that plans in flight will sample.
         computed: [capacity] leading tokens whose keys and values are computed once the plans in flight are done.
         limit: [capacity] most tokens, prompt included.
         prompt_length, min_length: [capacity]; end tokens count only from min_length on.
         blocks: [capacity, max_blocks] block tables; num_blocks: [capacity] entries used.
-        stop_ids: [capacity, STOP_IDS_WIDTH] padded with -1; many_stops: [capacity] bool, more than fit there.
+        stop_ids: [STOP_IDS_WIDTH, capacity] padded with -1; many_stops: [capacity] bool, more than fit there.
         logprobs: [capacity] bool, wants log-probabilities.
+        num_beams, num_gates, num_logprobs, num_many_stops: rows with such a thing, to skip what concerns none.
         handle, sequence_index, gateway: [capacity] where its tokens are delivered to.
         cached: [capacity] prompt tokens that the prefix cache spared.
         named: [capacity] leading full blocks that have been offered to the prefix cache; nodes: the last one's node.
@@ -43,7 +48,8 @@ class SlotTable:
         self.capacity, self.max_length, self.block_size = capacity, max_length, block_size
         max_blocks = -(-max_length // block_size)
         # np.empty: the system backs these lazily, row by row, as far as sequences really grow.
-        self.tokens = np.empty((capacity, max_length), np.int32)
+        self.tokens = np.empty((capacity, max_blocks * block_size), np.int32)
+        self.chunks = self.tokens.view(np.dtype((np.void, self.tokens.itemsize * block_size)))
         self.blocks = np.empty((capacity, max_blocks), np.int32)
         self.length = np.zeros(capacity, np.int32)
         self.pending = np.zeros(capacity, np.int32)
@@ -52,7 +58,7 @@ class SlotTable:
         self.prompt_length = np.zeros(capacity, np.int32)
         self.min_length = np.zeros(capacity, np.int32)
         self.num_blocks = np.zeros(capacity, np.int32)
-        self.stop_ids = np.full((capacity, STOP_IDS_WIDTH), _NONE, np.int32)
+        self.stop_ids = np.full((STOP_IDS_WIDTH, capacity), _NONE, np.int32)
         self.many_stops = np.zeros(capacity, np.bool_)
         self.logprobs = np.zeros(capacity, np.bool_)
         self.handle = np.zeros(capacity, np.int32)
@@ -67,12 +73,12 @@ class SlotTable:
         self.arrival = np.zeros(capacity, np.int64)
         self.priority = np.zeros(capacity, np.int32)
         self.nodes: list[Node] = [""] * capacity
-        self.num_beams = 0
-        self.num_gates = 0
+        self.num_beams = self.num_gates = self.num_logprobs = self.num_many_stops = 0
         self._sequences: list[Sequence | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._used = np.zeros(capacity, np.bool_)
-        self._slots: Int32Array | None = None
+        self._slots: Slots | None = None
+        self._stop_ids_used = 0  # rows of stop_ids that are not all -1
 
     def __len__(self) -> int:
         return self.capacity - len(self._free)
@@ -94,13 +100,13 @@ class SlotTable:
     def sequences(self) -> Iterator[Sequence]:
         return (sequence for sequence in self._sequences if sequence is not None)
 
-    def slots(self) -> Int32Array:
+    def slots(self) -> Slots:
         """Slots in use, in no particular order. Do not write to it."""
         if self._slots is None:
-            self._slots = np.flatnonzero(self._used).astype(np.int32)
+            self._slots = self._used.nonzero()[0]
         return self._slots
 
-    def ordered(self, slots: Int32Array) -> Int32Array:
+    def ordered(self, slots: Slots) -> Slots:
         """``slots``, first to be served first."""
         if len(slots) < 2:
             return slots
@@ -114,7 +120,7 @@ class SlotTable:
         """The slot's tokens, as a view."""
         return self.tokens[slot, : self.length[slot]]
 
-    def join(self, sequence: Sequence, blocks: list[int], computed: int) -> int:
+    def join(self, sequence: Sequence, blocks: Int32Array, computed: int) -> int:
         """Give ``sequence`` a slot, with ``blocks`` as its block table, of which ``computed`` tokens are filled."""
         slot = self._seat(sequence)
         length = len(sequence.tokens)
@@ -139,18 +145,25 @@ class SlotTable:
         self.limit[slot] = min(request.limit, self.max_length)
         self.min_length[slot] = min(len(request.prompt) + sampling.min_tokens, 2**31 - 1)
         stops = request.end_ids
-        self.many_stops[slot] = len(stops) > STOP_IDS_WIDTH
-        self.stop_ids[slot] = _NONE
-        self.stop_ids[slot, : min(len(stops), STOP_IDS_WIDTH)] = stops[:STOP_IDS_WIDTH]
-        self.logprobs[slot] = sampling.logprobs is not None
+        count = min(len(stops), STOP_IDS_WIDTH)
+        self._stop_ids_used = max(self._stop_ids_used, count)
+        self.stop_ids[:count, slot] = stops[:count]
+        self.stop_ids[count : self._stop_ids_used, slot] = _NONE
+        if len(stops) > count:
+            self.many_stops[slot] = True
+            self.num_many_stops += 1
+        if sampling.logprobs is not None:
+            self.logprobs[slot] = True
+            self.num_logprobs += 1
         self.handle[slot] = request.handle
         self.sequence_index[slot] = sequence.index
         self.gateway[slot] = request.gateway.index
         self.cached[slot] = request.cached_tokens
         self.named[slot] = 0
         self.nodes[slot] = request.cache_salt
-        self.beam[slot] = request.beams is not None
-        self.num_beams += request.beams is not None
+        if request.beams is not None:
+            self.beam[slot] = True
+            self.num_beams += 1
         self.key[slot] = request.key
         self.arrival[slot] = request.arrival
         self.priority[slot] = request.priority
@@ -177,9 +190,18 @@ class SlotTable:
         sequence = self.sequence(slot)
         if not self.is_idle(slot):
             sequence.tokens = self.tokens_of(slot).copy()
-        self.num_beams -= bool(self.beam[slot])
-        self.beam[slot] = False
-        self._open_gate(slot)
+        sampling = sequence.request.sampling
+        if self.num_beams and self.beam[slot]:
+            self.beam[slot] = False
+            self.num_beams -= 1
+        if sampling.logprobs is not None:
+            self.logprobs[slot] = False
+            self.num_logprobs -= 1
+        if self.num_many_stops and self.many_stops[slot]:
+            self.many_stops[slot] = False
+            self.num_many_stops -= 1
+        if self.num_gates:
+            self._open_gate(slot)
         sequence.slot = -1
         self._sequences[slot] = None
         self._free.append(slot)
@@ -194,6 +216,8 @@ class SlotTable:
 
     def gated(self, slot: int) -> bool:
         """Whether the row still waits at its gate; opens the gate once it need not."""
+        if not self.num_gates:
+            return False
         gate = self.gate[slot]
         if gate != _NONE and self.computed[gate] >= self.gate_at[slot]:
             self._open_gate(slot)
@@ -205,21 +229,23 @@ class SlotTable:
             self.gate[slot] = _NONE
             self.num_gates -= 1
 
-    def append(self, slots: Int32Array, tokens: Int32Array) -> None:
-        """Record one sampled token for each of ``slots``, which are distinct."""
-        self.tokens[slots, self.length[slots]] = tokens
-        self.length[slots] += 1
+    def append(self, slots: Slots, tokens: Int32Array) -> Int32Array:
+        """Record one sampled token for each of ``slots``, which are distinct; their new lengths."""
+        length = self.length[slots]
+        self.tokens[slots, length] = tokens
+        length += 1
+        self.length[slots] = length
         self.pending[slots] -= 1
+        return length
 
-    def stopped(self, slots: Int32Array, tokens: Int32Array) -> npt.NDArray[np.bool_]:
-        """[K] whether the token just appended to each slot is one of its end or stop tokens."""
-        hit: npt.NDArray[np.bool_] = (self.stop_ids[slots] == tokens[:, None]).any(axis=1)
-        many = self.many_stops[slots]
-        if many.any():
-            for i in np.flatnonzero(many):
-                sampling = self.sequence(int(slots[i])).request.sampling
-                token = int(tokens[i])
-                hit[i] = token in sampling.stop_token_ids or (
-                    not sampling.ignore_eos and token in sampling.eos_token_ids
-                )
-        return hit & (self.length[slots] >= self.min_length[slots])
+    def stopped(self, slots: Slots, tokens: Int32Array, length: Int32Array) -> npt.NDArray[np.bool_]:
+        """[K] whether the token just appended to each slot, which now has ``length``, is an end or stop token."""
+        hit = np.zeros(len(slots), np.bool_)
+        for stop_ids in self.stop_ids[: self._stop_ids_used]:
+            hit |= stop_ids[slots] == tokens
+        if self.num_many_stops:
+            for i in self.many_stops[slots].nonzero()[0].tolist():
+                hit[i] = tokens[i] in self.sequence(int(slots[i])).request.end_ids
+        if hit.any():
+            hit &= length >= self.min_length[slots]
+        return hit

@@ -11,10 +11,9 @@ import numpy.typing as npt
 from pagemill_scheduler.events import Peer
 from pagemill_scheduler.pool import BlockPool, HostPool
 from pagemill_scheduler.request import Request, Sequence
-from pagemill_scheduler.table import SlotTable
+from pagemill_scheduler.table import Slots, SlotTable
 from pagemill_shared.messages import WorkerHello
 from pagemill_shared.numbering import Incoming, Outgoing
-from pagemill_shared.schema import Int32Array
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +28,7 @@ class Flight:
     """
 
     iteration: int
-    slots: Int32Array
+    slots: Slots
     num_tokens: int
     dispatched_at: float
     live: npt.NDArray[np.bool_] = field(init=False)
@@ -38,12 +37,15 @@ class Flight:
     def __post_init__(self) -> None:
         self.live = np.ones(len(self.slots), np.bool_)
 
-    def forget(self, slot: int, orphan: Sequence | None) -> None:
-        """The sequence in ``slot`` leaves it. As ``orphan`` it still takes the token that is on its way."""
-        for index in np.flatnonzero((self.slots == slot) & self.live):
-            self.live[index] = False
-            if orphan is not None:
-                self.orphans[int(index)] = orphan
+    def forget(self, gone: npt.NDArray[np.bool_], orphans: dict[int, Sequence]) -> None:
+        """The sequences in the slots that are True in ``gone`` leave them. As one of ``orphans``, which are listed by
+        slot, a sequence still takes the tokens that are on its way."""
+        indices = (gone[self.slots] & self.live).nonzero()[0]
+        self.live[indices] = False
+        if orphans:
+            for index in indices.tolist():
+                orphan = orphans[int(self.slots[index])]
+                self.orphans[index] = orphan
                 orphan.in_flight += 1
 
 
@@ -65,9 +67,9 @@ class Notes:
     def left(self, slot: int) -> None:
         """The slot has become empty. What the worker never heard of need not be taken back."""
         self.chosen.pop(slot, None)
-        never_told = [fork for fork in self.forks if fork[1] == slot]
-        if never_told:
-            self.forks = [fork for fork in self.forks if fork[1] != slot]
+        told_of = [fork for fork in self.forks if fork[1] != slot]
+        if len(told_of) < len(self.forks):
+            self.forks = told_of
         else:
             self.released.append(slot)
 
@@ -99,13 +101,11 @@ class WorkerState:
     num_plans: int = 0
     num_preemptions: int = 0
 
-    @property
-    def identity(self) -> str:
-        return self.hello.identity
+    identity: str = field(init=False)
+    block_size: int = field(init=False)
 
-    @property
-    def block_size(self) -> int:
-        return self.hello.block_size
+    def __post_init__(self) -> None:
+        self.identity, self.block_size = self.hello.identity, self.hello.block_size
 
     @property
     def max_length(self) -> int:
@@ -121,19 +121,28 @@ class WorkerState:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def vacate(self, slot: int, *, keep_in_flight: bool) -> Sequence:
-        """Take the sequence in ``slot`` off this worker and give up its blocks."""
-        blocks = self.table.blocks_of(slot).copy()
-        pending = self.table.pending[slot] > 0
-        idle = self.table.is_idle(slot)
-        sequence = self.table.leave(slot)
-        self.pool.release(blocks)
-        if not idle:
-            self.notes.left(slot)
-        if pending:
+    def vacate(self, sequences: list[Sequence], *, keep_in_flight: bool) -> None:
+        """Take ``sequences`` off this worker and give up their blocks.
+
+        Tokens that are on their way to them still count with ``keep_in_flight``, else they are dropped.
+        """
+        if not sequences:
+            return
+        table = self.table
+        by_slot = {sequence.slot: sequence for sequence in sequences}
+        slots = np.array(list(by_slot), np.intp)
+        awaited = table.pending[slots].any()
+        self.pool.release([table.blocks_of(slot) for slot in by_slot])
+        for slot in by_slot:
+            idle = table.is_idle(slot)
+            table.leave(slot)
+            if not idle:
+                self.notes.left(slot)
+        if awaited:
+            gone = np.zeros(table.capacity, np.bool_)
+            gone[slots] = True
             for flight in self.flights:
-                flight.forget(slot, sequence if keep_in_flight else None)
-        return sequence
+                flight.forget(gone, by_slot if keep_in_flight else {})
 
     def told(self) -> None:
         """A plan has carried the notes."""
