@@ -50,12 +50,11 @@ class LogprobEntry:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """The block table of a preempted sequence.
+    """What a preempted sequence had.
 
     Attributes:
-        blocks: host blocks if the request was swapped out. After a preemption by recomputation the device blocks that
-            it had: they are no longer its own, and only say which blocks the sequences of a group shared.
-        computed: leading tokens whose keys and values stood there.
+        blocks: host blocks that hold its keys and values if the request was swapped out; empty if they are recomputed.
+        computed: leading tokens whose keys and values were computed.
     """
 
     blocks: list[int]
@@ -115,6 +114,7 @@ class Request:
         failure: the error that it ended with.
         limit: most tokens that a sequence of it may have, prompt included.
         width, end_ids: as in its sampling parameters.
+        highest_token: largest token id of the prompt, -1 without one.
     """
 
     gateway: GatewayState
@@ -145,11 +145,13 @@ class Request:
     limit: int = field(init=False)
     width: int = field(init=False)
     end_ids: Int32Array = field(init=False)
+    highest_token: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.limit = len(self.prompt) + self.sampling.max_tokens
         self.width = self.sampling.width
         self.end_ids = self.sampling.end_token_ids
+        self.highest_token = int(self.prompt.max(initial=-1))
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -159,6 +161,11 @@ class Request:
     @property
     def unfinished(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if not sequence.finished]
+
+    @property
+    def seats_needed(self) -> int:
+        """Slots that it takes when it starts."""
+        return len(self.unfinished) if self.beams is None else self.width
 
     @property
     def in_flight(self) -> int:
