@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagemill_gateway.choice import Choice
 from pagemill_gateway.client import SchedulerClient
 from pagemill_gateway.detokenizer import Detokenizer
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.requests import MAX_UNREAD_TOKENS, Choice, GatewayRequest, Output
-from pagemill_gateway.stops import StopFinder
+from pagemill_gateway.output import MAX_UNREAD_TOKENS, Output
+from pagemill_gateway.requests import GatewayRequest
+from pagemill_gateway.stops import StopStrings
 from pagemill_shared.errors import ProtocolError
 from pagemill_shared.link import PeerLink
 from pagemill_shared.messages import (
@@ -63,18 +65,23 @@ class Record:
         self.reported.append((reason, seconds))
 
 
-def request(stop: str | None = None, streaming: bool = True, timing: Record | None = None) -> GatewayRequest:
-    choice = Choice(0, [1, 2], Letters(), StopFinder([stop], False) if stop else None, 0, False)
+def request(
+    stop: str | None = None, streaming: bool = True, timing: Record | None = None, n: int = 1, min_tokens: int = 0
+) -> GatewayRequest:
+    stops = StopStrings([stop], False) if stop else None
+    choices = [Choice(i, [1, 2], Letters(), stops.finder() if stops else None, min_tokens, False) for i in range(n)]
     return GatewayRequest(
         request_id="r",
         prompt_token_ids=np.array([1, 2], np.int32),
-        sampling=SamplingParams(),
+        sampling=SamplingParams(n=n),
         priority=0,
         cache_salt="",
-        choice=choice,
-        output=Output([choice], streaming),
+        choices=choices,
+        shown=n,
+        output=Output(choices, streaming),
         timing=timing or Record(),
         arrived=0.0,
+        field_names={"n": "best_of"},
     )
 
 
@@ -99,14 +106,36 @@ class Bench:
         return sent
 
     def deliver(
-        self, handle: int, offset: int, tokens: list[int], finish: int = 0, failures: tuple[RequestFailure, ...] = ()
+        self,
+        handle: int,
+        offset: int,
+        tokens: list[int],
+        finish: int = 0,
+        failures: tuple[RequestFailure, ...] = (),
+        sequence: int = 0,
     ) -> list[Message]:
+        rows = [(handle, sequence, offset, tokens, finish)] if handle else []
+        return self.deliver_rows(rows, failures)
+
+    def deliver_rows(
+        self, rows: list[tuple[int, int, int, list[int], int]], failures: tuple[RequestFailure, ...] = ()
+    ) -> list[Message]:
+        """Rows are (handle, sequence, offset, tokens, finish)."""
         self.number += 1
-        entry = {} if not handle else {
-            "handles": ints(handle), "sequences": ints(0), "offsets": ints(offset), "counts": ints(len(tokens)),
-            "finishes": ints(finish), "token_ids": ints(*tokens), "cached_tokens": ints(0),
-        }  # fmt: skip
-        return self.client.received(self.now, Delivery(self.link.epoch, self.number, **entry, failures=failures))
+        delivery = Delivery(
+            self.link.epoch,
+            self.number,
+            handles=ints(*(handle for handle, *_ in rows)),
+            sequences=ints(*(sequence for _, sequence, *_ in rows)),
+            offsets=ints(*(offset for _, _, offset, _, _ in rows)),
+            counts=ints(*(len(tokens) for *_, tokens, _ in rows)),
+            finishes=ints(*(finish for *_, finish in rows)),
+            cached_tokens=ints(*(0 for _ in rows)),
+            scores=np.zeros(len(rows), np.float32),
+            token_ids=ints(*(token for *_, tokens, _ in rows for token in tokens)),
+            failures=failures,
+        )
+        return self.client.received(self.now, delivery)
 
 
 @pytest.fixture
@@ -121,8 +150,8 @@ def kinds(messages: list[Message]) -> list[type[Message]]:
     return [type(message) for message in messages]
 
 
-def text_of(request: GatewayRequest) -> str:
-    return request.choice.take()[0]
+def text_of(request: GatewayRequest, sequence: int = 0) -> str:
+    return request.choices[sequence].take()[0]
 
 
 def test_a_request_from_submit_to_finish(bench: Bench) -> None:
@@ -136,7 +165,7 @@ def test_a_request_from_submit_to_finish(bench: Bench) -> None:
     bench.now = 1.5
     bench.deliver(1, 1, [1], FinishReason.EOS)
     assert text_of(one) == "a"
-    assert (one.choice.finish_reason, one.output.done, len(bench.client)) == ("stop", True, 0)
+    assert (one.choices[0].finish_reason, one.output.done, len(bench.client)) == ("stop", True, 0)
     assert timing.reported == [("first", 1.0), ("next", 0.5), ("stop", 1.5)]
 
 
@@ -166,7 +195,7 @@ def test_a_stop_string_in_the_last_token_beats_the_length(bench: Bench) -> None:
     one = request(stop="cd")
     bench.client.submit(one)
     assert not bench.deliver(1, 0, [0, 1, 2, 3], FinishReason.LENGTH)
-    assert (text_of(one), one.choice.finish_reason) == ("ab", "stop")
+    assert (text_of(one), one.choices[0].finish_reason) == ("ab", "stop")
 
 
 def test_deliveries_after_a_resync_are_not_taken_twice(bench: Bench) -> None:
@@ -205,7 +234,7 @@ def test_a_bare_finish(bench: Bench) -> None:
     bench.deliver(1, 0, [0])
     bench.welcome(2)
     bench.deliver(1, 0, [0], FinishReason.LENGTH)
-    assert (text_of(one), one.choice.finish_reason, one.choice.num_tokens) == ("a", "length", 1)
+    assert (text_of(one), one.choices[0].finish_reason, one.choices[0].num_tokens) == ("a", "length", 1)
 
 
 def test_a_gap_in_the_tokens_is_an_error_and_no_wrong_text(bench: Bench) -> None:

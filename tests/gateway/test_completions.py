@@ -114,7 +114,7 @@ def test_a_stop_string_ends_the_text(api: Stage, include: bool, per_delivery: in
     }
     handle = api.stub.submitted[0].handle
     api.stub.wait_for(lambda: api.stub.finished)
-    assert api.stub.finished == [(handle, kept)]
+    assert api.stub.finished == [(handle, 0, kept)]
 
     api.stub.replay(tokens, FinishReason.NOT_FINISHED, per_delivery=per_delivery)
     answer = api.post(PATH, **body).json()
@@ -214,8 +214,8 @@ def test_prompts_that_are_refused(api: Stage, prompt: Any) -> None:
         ("max_tokens", True), ("min_tokens", -1), ("temperature", -0.1), ("temperature", 1e9), ("temperature", "hot"),
         ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("min_p", 1.5), ("repetition_penalty", 0),
         ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("seed", 2**63), ("seed", 1.5),
-        ("logprobs", 100000), ("logprobs", -1), ("logprobs", True), ("n", 2), ("n", 0), ("best_of", 3), ("echo", True),
-        ("suffix", "end"), ("use_beam_search", True), ("stream", "yes"), ("stop_token_ids", [VOCABULARY]),
+        ("logprobs", 100000), ("logprobs", -1), ("logprobs", True), ("n", 0), ("n", 129), ("echo", True),
+        ("suffix", "end"), ("stream", "yes"), ("stop_token_ids", [VOCABULARY]),
         ("stop_token_ids", [-1]), ("stop_token_ids", 5), ("logit_bias", {str(VOCABULARY): 1}),
         ("logit_bias", {"-1": 1}), ("logit_bias", {"abc": 1}), ("logit_bias", {"²": 1}), ("logit_bias", [1]),
         ("cache_salt", ""), ("cache_salt", 5), ("priority", "high"), ("structured_outputs", {"json": {}}),

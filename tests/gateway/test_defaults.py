@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from pagemill_gateway.completion_body import CompletionBody
 from pagemill_gateway.defaults import GenerationDefaults, SamplingResolver
-from pagemill_gateway.schemas import CompletionBody
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.manifest import ModelManifest
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_gateway.stops import StopFinder
+from pagemill_gateway.stops import StopStrings
 
 _LETTERS = st.text("ab", min_size=1, max_size=4)
 
@@ -35,7 +35,7 @@ def cut(text: str, edges: list[int]) -> list[str]:
 def test_any_cut_of_the_text_gives_what_a_whole_text_search_gives(
     text: str, stops: list[str], edges: list[int], include: bool
 ) -> None:
-    finder = StopFinder(stops, include)
+    finder = StopStrings(stops, include).finder()
     pieces = [finder.push(piece) for piece in cut(text, edges)]
     given_out = "".join(pieces)
     match = whole_text_search(text, stops)
@@ -51,7 +51,7 @@ def test_any_cut_of_the_text_gives_what_a_whole_text_search_gives(
 
 @given(st.text("ab", max_size=24), st.lists(_LETTERS, min_size=1, max_size=4))
 def test_no_head_of_a_stop_string_is_given_out_early_and_nothing_else_is_held(text: str, stops: list[str]) -> None:
-    finder = StopFinder(stops, include=False)
+    finder = StopStrings(stops, include=False).finder()
     out = ""
     for position, character in enumerate(text, 1):
         out += finder.push(character)
@@ -64,7 +64,7 @@ def test_no_head_of_a_stop_string_is_given_out_early_and_nothing_else_is_held(te
 
 @given(st.text("ab", max_size=24), st.lists(_LETTERS, min_size=1, max_size=4), st.integers(0, 24))
 def test_a_string_that_is_completed_before_min_tokens_is_text(text: str, stops: list[str], first: int) -> None:
-    finder = StopFinder(stops, include=False)
+    finder = StopStrings(stops, include=False).finder()
     out = "".join(finder.push(character, may_stop=i >= first) for i, character in enumerate(text))
     match = whole_text_search(text, stops, first)
     if match is None:
@@ -74,7 +74,7 @@ def test_a_string_that_is_completed_before_min_tokens_is_text(text: str, stops: 
 
 
 def test_a_stop_string_longer_than_any_piece() -> None:
-    finder = StopFinder(["fox jumps over"], include=False)
+    finder = StopStrings(["fox jumps over"], include=False).finder()
     assert [finder.push(piece) for piece in ("quick ", "fo", "x ju", "mps", " ov")] == ["quick ", "", "", "", ""]
     assert finder.push("er the") == ""
     assert finder.found == "fox jumps over"
@@ -84,4 +84,4 @@ def test_a_stop_string_longer_than_any_piece() -> None:
 @pytest.mark.parametrize("stops", [[], [""], ["a", ""]])
 def test_an_empty_stop_string_is_refused(stops: list[str]) -> None:
     with pytest.raises(ValueError, match="not be empty"):
-        StopFinder(stops, include=False)
+        StopStrings(stops, include=False)

@@ -19,7 +19,7 @@ from pagemill_testing.stub_scheduler import Script, StubScheduler
 from structlog.testing import capture_logs
 
 from pagemill_gateway import http_protocol
-from pagemill_gateway.requests import MAX_UNREAD_TOKENS
+from pagemill_gateway.output import MAX_UNREAD_TOKENS
 from pagemill_shared.messages import FinishReason, FleetStatus
 
 PATH = "/v1/completions"
@@ -133,7 +133,7 @@ def test_a_failure_after_some_text_is_told(api: Stage, stream: bool) -> None:
     api.stub.replay(ids("one two three"), FinishReason.NOT_FINISHED)
     with RawClient(api.gateway.port, prompt="x", stream=stream) as client:
         running = api.stub.wait_for(lambda: [r for g in api.stub.gateways.values() for r in g.running.values()])
-        api.stub.wait_for(lambda: running[0].sent == len(running[0].script.token_ids))
+        api.stub.wait_for(lambda: running[0].all_sent)
         api.stub.fail("no_worker", "the last worker is gone")
         data = client.read_all().decode()
     if stream:

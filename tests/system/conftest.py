@@ -1,4 +1,4 @@
-"""What the tests of whole servers share: the prepared bundled model, and one server that ordinary tests use together."""
+"""What tests of whole servers share: the prepared bundled model, and one server that ordinary tests use together."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from pagemill_gateway.chat_body import ChatBody, ConversationFields
+from pagemill_gateway.choice import Choice, TokenLogprob
 from pagemill_gateway.engine import Engine, Generation
 from pagemill_gateway.exchange import Exchange, json_text
-from pagemill_gateway.logprobs import chat_entries
-from pagemill_gateway.requests import Choice, TokenLogprob
-from pagemill_gateway.schemas import ChatBody, ConversationFields
+from pagemill_gateway.logprobs import chat_entries, finite
 from pagemill_gateway.streaming import EventWriter, collect, quote, send_stream
 from pagemill_gateway.tokenizer import TextTokenizer
 
@@ -24,9 +24,16 @@ async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> No
     prompt = await encode_conversation(engine, body)
     await engine.connection.until_able()
     engine.check_ids(prompt, "messages")
-    limit = engine.max_tokens(len(prompt), body.output_limit, body.output_limit is not None, _limit_name(body))
+    limit_name = _limit_name(body)
+    limit = engine.max_tokens(len(prompt), body.output_limit, body.output_limit is not None, limit_name)
     generation = engine.generation(
-        body, [prompt], [limit], body.num_logprobs, body.request_id or exchange.request_id, arrived
+        body,
+        [prompt],
+        [limit],
+        body.num_logprobs,
+        body.request_id or exchange.request_id,
+        arrived,
+        {"prompt": "messages", "max_tokens": limit_name},
     )
     envelope = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -75,7 +82,7 @@ def _limit_name(body: ChatBody) -> str:
 
 def _whole(tokenizer: TextTokenizer, generation: Generation, body: ChatBody) -> dict[str, Any]:
     choices = []
-    for choice in generation.output.choices:
+    for choice in generation.answers():
         text, entries = choice.take()
         item: dict[str, Any] = {
             "index": choice.index,
@@ -84,6 +91,8 @@ def _whole(tokenizer: TextTokenizer, generation: Generation, body: ChatBody) -> 
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if body.ranked:
+            item["score"] = finite(choice.score)
         if body.return_token_ids:
             item["token_ids"] = choice.take_token_ids()
         choices.append(item)
@@ -99,7 +108,6 @@ class ChatEvents(EventWriter):
     def __init__(self, tokenizer: TextTokenizer, envelope: dict[str, Any], body: ChatBody) -> None:
         super().__init__(envelope, body)
         self._tokenizer = tokenizer
-        self._before = f'{self.head}{{"index":0,"delta":{{"content":'
         self._after = f'}},"logprobs":null,"finish_reason":null}}]{self.tail}'
 
     def opening(self, choice: Choice) -> str:
@@ -110,16 +118,14 @@ class ChatEvents(EventWriter):
 
     def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob], more: str) -> str:
         if not entries and not more:
-            return self._before + quote(text) + self._after
+            return f'{self.head}{{"index":{choice.index},"delta":{{"content":{quote(text)}{self._after}'
         logprobs = (
             json.dumps({"content": chat_entries(self._tokenizer, entries)}, ensure_ascii=False) if entries else "null"
         )
         return self._event(choice, f'{{"content":{quote(text)}}}', logprobs, "null" + more)
 
     def ending(self, choice: Choice) -> str:
-        assert choice.finish_reason is not None
-        finish = f'{quote(choice.finish_reason)},"stop_reason":{json.dumps(choice.stop_reason, ensure_ascii=False)}'
-        return self._event(choice, "{}", finish=finish)
+        return self._event(choice, "{}", finish=self.finish(choice))
 
     def _event(self, choice: Choice, delta: str, logprobs: str = "null", finish: str = "null") -> str:
         return (

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pagemill_gateway.choice import TokenLogprob
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.requests import Ending, GatewayRequest, TokenLogprob
+from pagemill_gateway.requests import Ending, GatewayRequest
 from pagemill_shared.link import LinkState, PeerLink
 from pagemill_shared.messages import (
     AbortRequest,
@@ -73,12 +74,19 @@ class SchedulerClient:
 
     # ------------------------------------------------------------ whether it can serve
 
-    def obstacle(self, now: float) -> Obstacle | None:
-        """Why a request that came now could not be served, or None."""
+    def obstacle(self, now: float, connected: bool = True) -> Obstacle | None:
+        """Why a request that came now could not be served, or None.
+
+        Args:
+            connected: whether there is a connection to the scheduler. Without one new requests are sent away at once;
+                open ones wait for it as long as for a scheduler that is only silent.
+        """
         if self.link.state is LinkState.LOST:
             return Obstacle("the scheduler does not answer", "scheduler_lost", True)
         if self._incarnation is None:
             return Obstacle("the scheduler cannot be reached yet", "scheduler_lost", True)
+        if not connected:
+            return Obstacle("the connection to the scheduler is broken", "scheduler_lost", True)
         if not self.fleet.ready_workers:
             waited = now - self._no_worker_since
             return Obstacle("no worker is ready", "no_worker", self._fleet_known and waited >= self._no_worker_timeout)
@@ -153,7 +161,13 @@ class SchedulerClient:
         self._incarnation = welcome.incarnation
         handles = np.fromiter(self._live, np.int32, len(self._live))
         sync = GatewaySync(*self.link.next_number(), handles)
-        return [sync, *(self._submission(request) for request in self._live.values())]
+        messages: list[Message] = [sync]
+        for request in self._live.values():
+            messages.append(self._submission(request))
+            for sequence, choice in enumerate(request.choices):
+                if choice.ended_by_stop_string:  # what was said of it may have been lost with the old epoch
+                    messages.append(self._finished(request, sequence))
+        return messages
 
     def _set_fleet(self, now: float, fleet: FleetStatus) -> None:
         if self.fleet.ready_workers and not fleet.ready_workers:
@@ -171,6 +185,10 @@ class SchedulerClient:
             request.cache_salt,
         )
 
+    def _finished(self, request: GatewayRequest, sequence: int) -> SequenceFinished:
+        kept = request.choices[sequence].num_tokens
+        return SequenceFinished(*self.link.next_number(), request.handle, sequence, kept)
+
     # ------------------------------------------------------------ deliveries
 
     def _delivery(self, now: float, delivery: Delivery) -> list[Message]:
@@ -178,12 +196,14 @@ class SchedulerClient:
         tokens = delivery.token_ids.tolist()
         logprobs = _unpack_logprobs(delivery.logprobs)
         start = 0
-        for handle, offset, count, finish, cached in zip(
+        for handle, sequence, offset, count, finish, cached, score in zip(
             delivery.handles.tolist(),
+            delivery.sequences.tolist(),
             delivery.offsets.tolist(),
             delivery.counts.tolist(),
             delivery.finishes.tolist(),
             delivery.cached_tokens.tolist(),
+            delivery.scores.tolist(),
             strict=True,
         ):
             end = start + count
@@ -193,42 +213,46 @@ class SchedulerClient:
                 entries = None
                 if request.sampling.logprobs is not None:
                     entries = [logprobs[row] for row in range(start, end) if row in logprobs]
-                messages += self._deliver(now, request, offset, tokens[start:end], finish, entries)
+                ending = self._deliver(now, request, sequence, offset, tokens[start:end], finish, entries)
+                if ending is not Ending.NONE:
+                    messages += self._end(request, sequence, ending, score)
             start = end
         for failure in delivery.failures:
-            self._fail(now, failure)
+            self._fail(failure)
         return messages
 
     def _deliver(
         self,
         now: float,
         request: GatewayRequest,
+        sequence: int,
         offset: int,
         tokens: list[int],
         finish: int,
         logprobs: list[TokenLogprob] | None,
-    ) -> list[Message]:
+    ) -> Ending:
         try:
-            ending = request.deliver(now, offset, tokens, finish, logprobs)
+            return request.deliver(now, sequence, offset, tokens, finish, logprobs)
         except ValueError as error:
             request.output.fail(ApiError(500, f"internal error: {error}", code="internal_error"))
-            return self.abort(request)
-        if ending is Ending.NONE:
-            return []
+            return Ending.REFUSED
+
+    def _end(self, request: GatewayRequest, sequence: int, ending: Ending, score: float) -> list[Message]:
         if ending is Ending.UNREAD:
             request.output.fail(
                 ApiError(503, "the client does not read its stream: it was cut", code="client_too_slow")
             )
+        if ending in (Ending.UNREAD, Ending.REFUSED):
             return self.abort(request)
-        del self._live[request.handle]
-        if ending is Ending.BY_STOP_STRING and self.link.in_epoch:
-            return [SequenceFinished(*self.link.next_number(), request.handle, 0, request.choice.num_tokens)]
-        return []
+        request.choices[sequence].score = score
+        if request.done:
+            del self._live[request.handle]
+        return [self._finished(request, sequence)] if ending is Ending.BY_STOP_STRING else []
 
-    def _fail(self, now: float, failure: RequestFailure) -> None:
+    def _fail(self, failure: RequestFailure) -> None:
         request = self._live.pop(failure.handle, None)
         if request is not None:
-            request.output.fail(ApiError.of_code(failure.code, failure.message, failure.param))
+            request.output.fail(request.error_of(failure))
 
 
 def _unpack_logprobs(packed: TokenLogprobs) -> dict[int, TokenLogprob]:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from pagemill_gateway.choice import Choice, TokenLogprob
+from pagemill_gateway.completion_body import CompletionBody
 from pagemill_gateway.engine import Engine, Generation
 from pagemill_gateway.errors import ApiError
 from pagemill_gateway.exchange import Exchange, json_text
-from pagemill_gateway.logprobs import completion_lists
-from pagemill_gateway.requests import Choice, TokenLogprob
-from pagemill_gateway.schemas import CompletionBody
+from pagemill_gateway.logprobs import completion_lists, finite
 from pagemill_gateway.streaming import EventWriter, collect, quote, send_stream
 from pagemill_gateway.tokenizer import TextTokenizer
 
@@ -31,7 +31,7 @@ async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
         for prompt in prompts
     ]
     generation = engine.generation(
-        body, prompts, limits, body.logprobs, body.request_id or exchange.request_id, arrived
+        body, prompts, limits, body.logprobs, body.request_id or exchange.request_id, arrived, {}
     )
     envelope = {
         "id": f"cmpl-{uuid.uuid4().hex}",
@@ -65,7 +65,7 @@ async def _encode(engine: Engine, body: CompletionBody) -> list[list[int]]:
 
 def _whole(tokenizer: TextTokenizer, generation: Generation, body: CompletionBody) -> dict[str, Any]:
     choices = []
-    for choice in generation.output.choices:
+    for choice in generation.answers():
         text, entries = choice.take()
         item: dict[str, Any] = {
             "index": choice.index,
@@ -74,6 +74,8 @@ def _whole(tokenizer: TextTokenizer, generation: Generation, body: CompletionBod
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if body.ranked:
+            item["score"] = finite(choice.score)
         if body.return_token_ids:
             item |= {"prompt_token_ids": list(choice.prompt_token_ids), "token_ids": choice.take_token_ids()}
         choices.append(item)
@@ -81,7 +83,7 @@ def _whole(tokenizer: TextTokenizer, generation: Generation, body: CompletionBod
 
 
 class CompletionEvents(EventWriter):
-    """Events of a text completion; the choices of several prompts come interleaved."""
+    """Events of a text completion; its choices come interleaved."""
 
     def __init__(self, tokenizer: TextTokenizer, envelope: dict[str, Any], body: CompletionBody) -> None:
         super().__init__(envelope, body)
@@ -100,9 +102,7 @@ class CompletionEvents(EventWriter):
         return self._event(choice, quote(text), logprobs, "null" + more)
 
     def ending(self, choice: Choice) -> str:
-        assert choice.finish_reason is not None
-        finish = f'{quote(choice.finish_reason)},"stop_reason":{json.dumps(choice.stop_reason, ensure_ascii=False)}'
-        return self._event(choice, '""', "null", finish)
+        return self._event(choice, '""', "null", self.finish(choice))
 
     def _event(self, choice: Choice, text: str, logprobs: str, finish: str) -> str:
         return (

@@ -82,7 +82,7 @@ class Connection:
 
     def obstacle(self) -> Obstacle | None:
         """Why a request that came now could not be served."""
-        return self.client.obstacle(time.monotonic())
+        return self.client.obstacle(time.monotonic(), self._channel.connected)
 
     async def until_able(self) -> None:
         """Returns when requests can be served, after a short wait when the last worker has only just gone.
@@ -156,7 +156,8 @@ class Connection:
 
     def _send_now(self, messages: Iterable[Message]) -> None:
         for message in messages:
-            self._channel.send(message)  # a number that is missing at the scheduler begins a new epoch
+            if not self._channel.send(message):  # a number that is missing at the scheduler begins a new epoch
+                self.client.link.unsent(time.monotonic())
 
     def _plan_drain(self) -> None:
         """Sending may have taken the descriptor's signal for what has arrived meanwhile, so look for oneself."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.schemas import GenerationBody
+from pagemill_gateway.generation_body import GenerationBody
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.manifest import ModelManifest
 from pagemill_shared.sampling import MAX_SEED, SamplingParams
@@ -57,6 +57,9 @@ class GenerationDefaults:
         return cls(**given)
 
 
+_NO_SAMPLING = GenerationDefaults(temperature=0.0)
+
+
 def _is_sensible(name: str, value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return False
@@ -90,9 +93,16 @@ class SamplingResolver:
         self._new_seed = new_seed
 
     def check(self, body: GenerationBody) -> None:
-        """Raises ApiError for token ids that the vocabulary does not have; cheap, so that it can come first."""
+        """Raises ApiError for what the vocabulary does not have; cheap, so that it can come first."""
         self._bias(body)
         self._stop_token_ids(body)
+        if body.beams > self._vocab_size:
+            raise ApiError(
+                400,
+                f"{body.width_field}: {body.beams} beams are more than the vocabulary of {self._vocab_size} has tokens",
+                param=body.width_field,
+                code="invalid_value",
+            )
 
     def resolve(self, body: GenerationBody, max_tokens: int, num_logprobs: int | None) -> SamplingParams:
         """
@@ -104,12 +114,13 @@ class SamplingResolver:
         """
         defaults = self._defaults
         bias_ids, bias_values = self._bias(body)
-        top_k = _given(body.top_k, defaults.top_k)
+        # The model's suggestions for sampling mean nothing to a beam search; its repetition penalty does.
+        drawn = _NO_SAMPLING if body.use_beam_search else defaults
         return SamplingParams(
-            temperature=_given(body.temperature, defaults.temperature),
-            top_k=max(top_k, 0),  # -1 means off, too
-            top_p=_given(body.top_p, defaults.top_p),
-            min_p=_given(body.min_p, defaults.min_p),
+            temperature=_given(body.temperature, drawn.temperature),
+            top_k=max(_given(body.top_k, drawn.top_k), 0),  # -1 means off, too
+            top_p=_given(body.top_p, drawn.top_p),
+            min_p=_given(body.min_p, drawn.min_p),
             repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
@@ -121,7 +132,12 @@ class SamplingResolver:
             ignore_eos=body.ignore_eos,
             eos_token_ids=self._eos_token_ids,
             stop_token_ids=self._stop_token_ids(body),
-            logprobs=num_logprobs,
+            # The best samples are picked by their log-probabilities, whether the client wants to see those or not.
+            logprobs=0 if body.picks and num_logprobs is None else num_logprobs,
+            n=body.num_sequences,
+            beam_width=body.beams,
+            length_penalty=body.length_penalty,
+            early_stopping=body.stopping,
         )
 
     def _stop_token_ids(self, body: GenerationBody) -> Int32Array:

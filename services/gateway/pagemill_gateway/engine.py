@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
 
+from pagemill_gateway.bodies import RequestBody
+from pagemill_gateway.choice import Choice
 from pagemill_gateway.connection import Connection
 from pagemill_gateway.defaults import GenerationDefaults, SamplingResolver
 from pagemill_gateway.errors import ApiError
+from pagemill_gateway.generation_body import GenerationBody
 from pagemill_gateway.metrics import GatewayMetrics
+from pagemill_gateway.output import Output
 from pagemill_gateway.parsing import parse_body
-from pagemill_gateway.requests import Choice, GatewayRequest, Output
-from pagemill_gateway.schemas import GenerationBody, RequestBody
-from pagemill_gateway.stops import StopFinder
+from pagemill_gateway.requests import GatewayRequest
+from pagemill_gateway.stops import StopStrings
 from pagemill_gateway.tokenizer import TextTokenizer
 from pagemill_shared.errors import RequestError
 from pagemill_shared.manifest import ModelManifest
@@ -46,10 +49,12 @@ class Generation:
 
     def __exit__(self, *_: object) -> None:
         self._engine.open.discard(self)
-        unfinished = [request for request in self.requests if request.choice.finish_reason is None]
-        for request in unfinished:
+        for request in self.requests:
+            if request.done:
+                continue
             self._engine.connection.abort(request)
-            self._engine.metrics.unfinished("error" if self.output.error is not None else "abort")
+            for _choice in range(request.open_choices):
+                self._engine.metrics.unfinished("error" if self.output.error is not None else "abort")
 
     @property
     def prompt_tokens(self) -> int:
@@ -57,7 +62,12 @@ class Generation:
 
     @property
     def completion_tokens(self) -> int:
-        return sum(request.choice.num_tokens for request in self.requests)
+        """All that were generated, those of texts that are not shown among them."""
+        return sum(choice.num_tokens for choice in self.output.choices)
+
+    def answers(self) -> list[Choice]:
+        """The choices that the client gets, in the order of their indices; only at the end."""
+        return [choice for request in self.requests for choice in request.answers()]
 
     def answer_size(self, num_logprobs: int | None) -> int:
         """About how many characters the answer in one piece has."""
@@ -188,10 +198,18 @@ class Engine:
         num_logprobs: int | None,
         request_id: str,
         arrived: float,
+        field_names: Mapping[str, str],
     ) -> Generation:
-        """Prepares one request per prompt; entering the generation submits them."""
-        choices = [self._choice(index, body, prompt) for index, prompt in enumerate(prompts)]
-        output = Output(choices, body.stream)
+        """Prepares one request per prompt; entering the generation submits them.
+
+        Choice ``i`` of prompt ``p`` has index ``p * n + i``.
+        """
+        stops = StopStrings(body.stop, body.include_stop_str_in_output) if body.stop else None
+        groups = [
+            [self._choice(position * body.n + i, body, prompt, stops) for i in range(body.num_sequences)]
+            for position, prompt in enumerate(prompts)
+        ]
+        output = Output([choice for group in groups for choice in group], body.stream)
         requests = [
             GatewayRequest(
                 request_id=request_id,
@@ -199,21 +217,23 @@ class Engine:
                 sampling=self.resolver.resolve(body, limit, num_logprobs),
                 priority=body.priority,
                 cache_salt=body.cache_salt or "",
-                choice=choice,
+                choices=choices,
+                shown=body.n,
                 output=output,
                 timing=self.metrics,
                 arrived=arrived,
+                field_names={**field_names, "n": body.width_field, "beam_width": body.width_field},
             )
-            for prompt, limit, choice in zip(prompts, limits, choices, strict=True)
+            for prompt, limit, choices in zip(prompts, limits, groups, strict=True)
         ]
         return Generation(self, requests, output)
 
-    def _choice(self, index: int, body: GenerationBody, prompt: Sequence[int]) -> Choice:
+    def _choice(self, index: int, body: GenerationBody, prompt: Sequence[int], stops: StopStrings | None) -> Choice:
         return Choice(
             index,
             prompt,
             self.tokenizer.detokenizer(prompt, skip_special_tokens=body.skip_special_tokens),
-            StopFinder(body.stop, body.include_stop_str_in_output) if body.stop else None,
+            stops.finder() if stops is not None else None,
             body.min_tokens,
             body.include_stop_str_in_output,
         )

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pagemill_gateway.requests import TokenLogprob
+from pagemill_gateway.choice import TokenLogprob
 from pagemill_gateway.tokenizer import TextTokenizer
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST)
 
 
 def chat_entries(tokenizer: TextTokenizer, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
@@ -23,18 +27,18 @@ def chat_entries(tokenizer: TextTokenizer, entries: Sequence[TokenLogprob]) -> l
 
 def _chat_token(tokenizer: TextTokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token_id)
-    return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, LEAST), "bytes": list(data)}
+    return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
 
 
 def completion_lists(tokenizer: TextTokenizer, entries: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
     """Parallel lists, one item per token. ``tokens`` joined are the text: a token that completes no character is ""."""
     return {
         "text_offset": [entry.offset for entry in entries],
-        "token_logprobs": [max(entry.logprob, LEAST) for entry in entries],
+        "token_logprobs": [finite(entry.logprob) for entry in entries],
         "tokens": [entry.piece for entry in entries],
         "top_logprobs": [
             {
-                _distinct_name(tokenizer, token_id): max(value, LEAST)
+                _distinct_name(tokenizer, token_id): finite(value)
                 for token_id, value in [*entry.top, (entry.token_id, entry.logprob)]
             }
             for entry in entries

@@ -7,8 +7,8 @@ from typing import TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
+from pagemill_gateway.bodies import RequestBody
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.schemas import RequestBody
 
 _MAX_SHOWN = 64
 

@@ -9,26 +9,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class StopFinder:
-    """Watches the text of one sequence.
-
-    The first string to be completed ends the text; of several that end with the same character, the longest.
+class StopStrings:
+    """The automata of a request's stop strings; its sequences share them.
 
     Args:
         stops: not empty, none of them "".
         include: whether the stop string itself belongs to the text.
     """
 
-    __slots__ = ("_failures", "_held", "_include", "_states", "_stops", "found")
+    __slots__ = ("failures", "include", "stops")
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         if not stops or "" in stops:
             raise ValueError("stop strings must be given and not be empty")
-        self._stops = sorted(set(stops), key=len, reverse=True)  # the longest first: it wins a tie
-        self._failures = [_failure_table(stop) for stop in self._stops]
+        self.stops = sorted(set(stops), key=len, reverse=True)  # the longest first: it wins a tie
+        self.failures = [_failure_table(stop) for stop in self.stops]
+        self.include = include
+
+    def finder(self) -> StopFinder:
+        """For a sequence without text so far."""
+        return StopFinder(self)
+
+
+class StopFinder:
+    """Watches the text of one sequence.
+
+    The first string to be completed ends the text; of several that end with the same character, the longest.
+    """
+
+    __slots__ = ("_failures", "_held", "_include", "_states", "_stops", "found")
+
+    def __init__(self, strings: StopStrings) -> None:
+        self._stops, self._failures, self._include = strings.stops, strings.failures, strings.include
         self._states = [0] * len(self._stops)
         self._held = ""
-        self._include = include
         self.found: str | None = None
         """The stop string that ended the text."""
 

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from json.encoder import encode_basestring
 from typing import Any
 
+from pagemill_gateway.choice import Choice, TokenLogprob
 from pagemill_gateway.engine import Generation
 from pagemill_gateway.exchange import Exchange
-from pagemill_gateway.requests import Choice, Output, TokenLogprob
-from pagemill_gateway.schemas import GenerationBody
+from pagemill_gateway.generation_body import GenerationBody
+from pagemill_gateway.logprobs import finite
+from pagemill_gateway.output import Output
 
 HEADER_WAIT_S = 1.0
 """How long the status line waits for the first output, so that a refusal can still be an HTTP error."""
@@ -29,7 +31,7 @@ class EventWriter(ABC):
     Args:
         envelope: id, object, created and model, the same in all events.
         body: says whether a last event tells the usage (the others then say ``"usage": null``), and whether token ids
-            come along.
+            and scores come along.
     """
 
     def __init__(self, envelope: dict[str, Any], body: GenerationBody) -> None:
@@ -37,6 +39,7 @@ class EventWriter(ABC):
         self.tail = ',"usage":null}\n\n' if body.include_usage else "}\n\n"
         self.include_usage = body.include_usage
         self.return_token_ids = body.return_token_ids
+        self._ranked = body.ranked
 
     def opening(self, choice: Choice) -> str:
         """Events before a choice's first piece."""
@@ -49,6 +52,14 @@ class EventWriter(ABC):
     @abstractmethod
     def ending(self, choice: Choice) -> str:
         """The event that tells the finish reason."""
+
+    def finish(self, choice: Choice) -> str:
+        """JSON from the finish reason on."""
+        assert choice.finish_reason is not None
+        score = f',"score":{finite(choice.score)}' if self._ranked else ""
+        return (
+            f'{quote(choice.finish_reason)},"stop_reason":{json.dumps(choice.stop_reason, ensure_ascii=False)}{score}'
+        )
 
     def usage(self, usage: dict[str, Any]) -> str:
         return f'{self.head}],"usage":{json.dumps(usage)}}}\n\n'

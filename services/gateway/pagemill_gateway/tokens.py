@@ -9,7 +9,7 @@ from pydantic_core import from_json
 from pagemill_gateway.chat import encode_conversation
 from pagemill_gateway.engine import Engine
 from pagemill_gateway.exchange import Exchange
-from pagemill_gateway.schemas import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from pagemill_gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 
 async def tokenize(engine: Engine, exchange: Exchange, raw: bytes) -> None:

@@ -52,12 +52,9 @@ def demand(state: State, worker: WorkerState, request: Request) -> Demand:
     """What ``request`` would take on ``worker`` as things stand."""
     sequences = starters(request)
     need = sum(worker.blocks_for(len(sequence.tokens)) for sequence in sequences)
-    if len(sequences) > 1:
-        seen: set[int] = set()
-        for sequence in sequences:
-            sharable = _sharable(worker, sequence)[: worker.blocks_for(len(sequence.tokens))]
-            need -= len(seen.intersection(sharable))
-            seen.update(sharable)
+    if len(sequences) > 1 or request.swapped_to:
+        trees = block_trees(worker, request)
+        need -= sum(len(tree) for tree in trees) - len({key for tree in trees for key in tree})
     cached, node = _cached(state, worker, sequences[0])
     if cached:
         # Blocks in use cost nothing to share; an evictable one is taken from the free ones like a new one.
@@ -65,18 +62,31 @@ def demand(state: State, worker: WorkerState, request: Request) -> Demand:
     return Demand(need + (0 if request.forked else request.width - 1), cached, node)
 
 
-def _sharable(worker: WorkerState, sequence: Sequence) -> list[int]:
-    """The parked blocks that a preempted sequence can share with its siblings again.
+def block_trees(worker: WorkerState, request: Request) -> list[list[int]]:
+    """For each starter of a preempted request, keys of its leading blocks; equal keys are one block.
 
-    All that were swapped out. Of those that are recomputed only full ones: a part-filled one is written to at once.
+    Of a swapped request these are the host blocks. A request that is recomputed shares every full block that begins
+    with the same tokens, whatever it shared before: so it never takes more blocks than ``WorkerState.most_blocks``.
+    Its part-filled blocks are not shared, since they are written to at once; nor are blocks that hold a last token,
+    which each sequence computes for its own logits.
     """
-    if sequence.parked is None:
-        return []
-    if sequence.request.swapped_to:
-        return sequence.parked.blocks
-    # What was computed for a token that was lost on its way is computed again; so is the last token, for its logits.
-    computed = min(sequence.parked.computed, len(sequence.tokens) - 1)
-    return sequence.parked.blocks[: computed // worker.block_size]
+    sequences = starters(request)
+    if request.swapped_to:
+        return [sequence.parked.blocks if sequence.parked else [] for sequence in sequences]
+    if len(sequences) == 1:
+        return [[]]
+    width = 4 * worker.block_size
+    keys: dict[tuple[int, bytes], int] = {}
+    trees: list[list[int]] = []
+    for sequence in sequences:
+        data = sequence.tokens[: (len(sequence.tokens) - 1) // worker.block_size * worker.block_size].tobytes()
+        tree: list[int] = []
+        key = 0
+        for start in range(0, len(data), width):
+            key = keys.setdefault((key, data[start : start + width]), len(keys) + 1)
+            tree.append(key)
+        trees.append(tree)
+    return trees
 
 
 def _cached(state: State, worker: WorkerState, sequence: Sequence) -> tuple[list[int], Node]:
@@ -105,19 +115,20 @@ def start(state: State, worker: WorkerState, request: Request, taken: Demand, no
     request.move(Status.RUNNING)
     request.worker = worker.identity
     request.waits_for = ""
-    worker.take_seats(request, len(request.unfinished) if request.beams is None else request.sampling.beam_width)
+    worker.take_seats(request, request.seats_needed)
     swapped = bool(request.swapped_to)
     fresh = request.started_at is None
     arrival = Arrival()
     sequences = starters(request)
-    if len(sequences) == 1 and sequences[0].parked is None:
-        _start_plain(worker, sequences[0], taken, arrival)
+    if len(sequences) == 1 and not swapped:
+        _start_alone(state, worker, sequences[0], taken, arrival)
     else:
-        now_at: dict[int, int] = {}  # a parked block -> the device block that now stands for it
+        trees = block_trees(worker, request)
+        now_at: dict[int, int] = {}  # a key of a block tree -> the device block that stands for it
         filled_by: dict[int, int] = {}  # a device block -> the slot that fills it
         for number, sequence in enumerate(sequences):
             cached, node = (taken.cached, taken.node) if number == 0 else _cached(state, worker, sequence)
-            _start_parked(state, worker, sequence, cached, node, now_at, filled_by, arrival)
+            _start_together(state, worker, sequence, trees[number], cached, node, now_at, filled_by, arrival)
     if fresh:
         request.started_at = now
         state.counters.prompt_tokens += len(request.prompt)
@@ -143,41 +154,43 @@ def start(state: State, worker: WorkerState, request: Request, taken: Demand, no
     return arrival
 
 
-def _start_plain(worker: WorkerState, sequence: Sequence, taken: Demand, arrival: Arrival) -> None:
-    """Start the only sequence of a request that has nothing to come back to: what the cache holds, then new blocks."""
-    pool, length = worker.pool, len(sequence.tokens)
-    lead = len(taken.cached)
+def _start_alone(state: State, worker: WorkerState, sequence: Sequence, taken: Demand, arrival: Arrival) -> None:
+    """Start the only sequence of a request that was not swapped out: what the cache holds, then new blocks."""
+    pool, length, lead = worker.pool, len(sequence.tokens), len(taken.cached)
     cached = np.array(taken.cached, np.int32)
     if lead:
         pool.share(cached)  # first, so that nothing of it is evicted by what is allocated after
     fresh = pool.allocate(worker.blocks_for(length) - lead)
     blocks = np.concatenate([cached, fresh]) if lead else fresh
-    _join(worker, sequence, blocks, min(lead * worker.block_size, length - 1), lead, taken.node, arrival)
+    ready = min(lead * worker.block_size, length - 1)
+    if sequence.parked is not None:
+        _count_recomputed(state, sequence, sequence.parked.computed - ready)
+    _join(worker, sequence, blocks, ready, lead, taken.node, arrival)
 
 
-def _start_parked(
+def _start_together(
     state: State,
     worker: WorkerState,
     sequence: Sequence,
+    tree: list[int],
     cached: list[int],
     node: Node,
     now_at: dict[int, int],
     filled_by: dict[int, int],
     arrival: Arrival,
 ) -> None:
-    """Start one of the sequences of a preempted request."""
+    """Start one of the sequences of a group that rebuilds its block tree, or was swapped out."""
     pool, size = worker.pool, worker.block_size
     length = len(sequence.tokens)
     total = worker.blocks_for(length)
-    parked = _sharable(worker, sequence)[:total]
     held = sequence.parked.computed if sequence.parked else 0
     swapped = bool(sequence.request.swapped_to)
     # First share what is there, so that nothing of it is evicted by what is allocated after.
     lead = 0  # leading blocks that need no work of this sequence
     gate, gate_at = -1, 0
     blocks = [_NO_BLOCK] * total
-    for i in range(max(len(parked), len(cached))):
-        block = now_at.get(parked[i], _NO_BLOCK) if i < len(parked) else _NO_BLOCK
+    for i in range(max(len(tree), len(cached))):
+        block = now_at.get(tree[i], _NO_BLOCK) if i < len(tree) else _NO_BLOCK
         if block == _NO_BLOCK and i < len(cached):
             block = cached[i]
         if block != _NO_BLOCK and (swapped or lead == i):
@@ -191,13 +204,12 @@ def _start_parked(
     missing = [i for i, block in enumerate(blocks) if block == _NO_BLOCK]
     for i, block in zip(missing, pool.allocate(len(missing)).tolist(), strict=True):
         blocks[i] = block
-        if swapped and i < len(parked):
-            arrival.swap_in.append((parked[i], block))
-    now_at.update(zip(parked, blocks, strict=False))
+        if swapped and i < len(tree):
+            arrival.swap_in.append((tree[i], block))
+    now_at.update(zip(tree, blocks, strict=False))
     ready = held if swapped else min(lead * size, length - 1)
     if not swapped:
-        state.counters.recomputed_tokens += max(held - ready, 0)
-        sequence.request.recomputed_tokens += max(held - ready, 0)
+        _count_recomputed(state, sequence, held - ready)
     # The cached blocks, or others with the same contents, are among the leading ones.
     slot = _join(worker, sequence, np.array(blocks, np.int32), ready, len(cached), node, arrival)
     if not swapped:
@@ -205,6 +217,11 @@ def _start_parked(
             filled_by[block] = slot
         if gate >= 0:
             worker.table.close_gate(slot, gate, gate_at)
+
+
+def _count_recomputed(state: State, sequence: Sequence, tokens: int) -> None:
+    state.counters.recomputed_tokens += max(tokens, 0)
+    sequence.request.recomputed_tokens += max(tokens, 0)
 
 
 def _join(
@@ -222,7 +239,5 @@ def _join(
     if named:
         table.named[slot], table.nodes[slot] = named, node
     prompt_length, tokens = len(request.prompt), sequence.tokens
-    arrival.joined.append(
-        SequenceJoin(slot, sequence.index, prompt_length, computed, tokens, blocks, request.sampling)
-    )
+    arrival.joined.append(SequenceJoin(slot, sequence.index, prompt_length, computed, tokens, blocks, request.sampling))
     return slot

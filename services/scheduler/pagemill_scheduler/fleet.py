@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagemill_scheduler import lifecycle
 from pagemill_scheduler.events import Peer
 from pagemill_scheduler.pool import BlockPool, HostPool
-from pagemill_scheduler.request import Request
+from pagemill_scheduler.request import Parked, Request
 from pagemill_scheduler.state import State
 from pagemill_scheduler.table import SlotTable
 from pagemill_scheduler.worker import Notes, WorkerState, max_length
@@ -22,6 +22,7 @@ def join(state: State, peer: Peer, hello: WorkerHello, now: float) -> None:
     if refusal:
         state.send(peer, WorkerDismissed(refusal))
         state.log("error", "worker refused", worker=hello.identity, reason=refusal)
+        refresh_status(state, now)
         return
     worker = WorkerState(peer, hello, now, *_fresh(state, hello), heartbeat_at=now, progress_at=now)
     state.workers[hello.identity] = worker
@@ -124,11 +125,16 @@ def _requeue(state: State, worker: WorkerState, reason: str, *, died: bool) -> N
             lifecycle.fail(state, request, "worker_lost", message)
     for request in state.queue:
         if request.swapped_to == worker.identity:
-            request.swapped_to = ""  # recomputed; what was parked still says which blocks its sequences shared
+            request.swapped_to = ""  # what its host memory held is recomputed
+            for sequence in request.sequences:
+                if sequence.parked is not None:
+                    sequence.parked = Parked([], sequence.parked.computed)
     # Tokens on their way for sequences that were preempted before will not come: they are sampled again.
     for flight in worker.flights:
         for sequence in flight.orphans.values():
             sequence.in_flight -= 1
+            if not sequence.request.in_flight:
+                lifecycle.sample_anew(sequence.request)
     worker.flights.clear()
 
 

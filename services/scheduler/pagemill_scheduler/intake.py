@@ -19,6 +19,9 @@ from pagemill_shared.messages import (
     SubmitRequest,
 )
 
+MAX_KEY = 2.0**62
+"""Request keys stand in arrays of int64."""
+
 
 def join(state: State, peer: Peer, hello: GatewayHello, now: float) -> None:
     """A gateway said hello: a new one, or one that we know on a new connection. Its requests stay until it syncs."""
@@ -29,6 +32,7 @@ def join(state: State, peer: Peer, hello: GatewayHello, now: float) -> None:
         state.log("info", "gateway joined", gateway=hello.identity)
     elif gateway.peer is not None:
         state.peers.pop(gateway.peer, None)
+    gateway.fingerprint = hello.fingerprint
     gateway.peer = peer
     gateway.heartbeat_at = now
     state.peers[peer] = gateway
@@ -118,7 +122,9 @@ def _key(state: State, priority: int, now: float) -> int:
     All waiting requests age alike, so their order never changes and the key can be fixed on arrival.
     """
     aging = state.config.priority_aging
-    return int((priority * aging + now) * 1e6) if aging else priority
+    if not aging:
+        return priority
+    return int(max(min((priority * aging + now) * 1e6, MAX_KEY), -MAX_KEY))
 
 
 def _refusal(state: State, request: Request) -> RequestFailure | None:
@@ -127,22 +133,19 @@ def _refusal(state: State, request: Request) -> RequestFailure | None:
     def refuse(code: str, message: str, param: str) -> RequestFailure:
         return RequestFailure(request.handle, code, message, param)
 
-    prompt, fleet = request.prompt, state.fleet
     if state.stopping:
         return refuse("server_stopping", "the server is stopping", "")
-    if not len(prompt):
+    if not len(request.prompt):
         return refuse("invalid_request", "the prompt is empty", "prompt")
-    if not fleet.ready_workers:
-        return None
-    if prompt.max() >= fleet.vocab_size:
-        message = f"token id {prompt.max()} is outside the vocabulary of {fleet.vocab_size}"
-        return refuse("invalid_request", message, "prompt")
-    return never_fits(state, request)
+    return never_fits(state, request) if state.fleet.ready_workers else None
 
 
 def never_fits(state: State, request: Request) -> RequestFailure | None:
-    """The failure of a request that no ready worker can ever hold, with the numbers."""
-    workers = state.ready_workers()
+    """The failure of a request that no ready worker can ever run, with the numbers. Some worker must be ready."""
+    workers, vocab_size = state.ready_workers(), state.fleet.vocab_size
+    if request.highest_token >= vocab_size:
+        message = f"token id {request.highest_token} is outside the vocabulary of {vocab_size}"
+        return RequestFailure(request.handle, "invalid_request", message, "prompt")
     if any(can_ever_hold(state, worker, request) for worker in workers):
         return None
     sampling = request.sampling

@@ -23,14 +23,15 @@ def preempt(state: State, request: Request, why: str, *, keep_blocks: bool = Tru
         for sequence in running:
             table.computed[sequence.slot] -= table.pending[sequence.slot]
     filled = [sequence for sequence in running if table.computed[sequence.slot] > 0]
-    for sequence in filled:
-        computed = int(table.computed[sequence.slot])
-        blocks = table.blocks_of(sequence.slot)[: worker.blocks_for(computed)]
-        sequence.parked = Parked(blocks.tolist(), computed)
-    swap = keep_blocks and _should_swap(state, worker, request, filled)
+    swap = keep_blocks and _should_swap(state, worker, filled)
     if swap:
         _swap_out(state, worker, request, filled)
+    else:
+        for sequence in filled:
+            sequence.parked = Parked([], int(table.computed[sequence.slot]))
     worker.vacate(running, keep_in_flight=keep_blocks and request.beams is None)
+    if not keep_blocks:
+        sample_anew(request)
     worker.take_seats(request, 0)
     request.move(Status.WAITING)
     request.worker = ""
@@ -39,13 +40,26 @@ def preempt(state: State, request: Request, why: str, *, keep_blocks: bool = Tru
     return "swap" if swap else "recompute"
 
 
-def _should_swap(state: State, worker: WorkerState, request: Request, filled: list[Sequence]) -> bool:
+def sample_anew(request: Request) -> None:
+    """The tokens on their way were lost. If they were the first ones, one row samples them for all sequences again."""
+    if request.beams is None and all(len(s.tokens) == len(request.prompt) for s in request.unfinished):
+        request.forked = request.width == 1
+
+
+def _filled_blocks(worker: WorkerState, sequence: Sequence) -> list[int]:
+    """The blocks of a running sequence that hold keys and values, or will once the plans in flight are done."""
+    computed = int(worker.table.computed[sequence.slot])
+    blocks: list[int] = worker.table.blocks_of(sequence.slot)[: worker.blocks_for(computed)].tolist()
+    return blocks
+
+
+def _should_swap(state: State, worker: WorkerState, filled: list[Sequence]) -> bool:
     mode = state.config.preemption_mode
     if mode == "recompute" or not filled:
         return False
     if any(worker.table.gated(sequence.slot) for sequence in filled):
         return False  # blocks that it shares are being recomputed and hold nothing yet
-    blocks = {block for s in filled if s.parked for block in s.parked.blocks}
+    blocks = {block for sequence in filled for block in _filled_blocks(worker, sequence)}
     if len(blocks) > worker.host.num_available:
         return False
     if mode == "swap":
@@ -58,12 +72,12 @@ def _should_swap(state: State, worker: WorkerState, request: Request, filled: li
 
 def _swap_out(state: State, worker: WorkerState, request: Request, filled: list[Sequence]) -> None:
     """Move the blocks of ``filled`` to host memory, each shared block once; no device reference is kept."""
-    device = list(dict.fromkeys(block for s in filled if s.parked for block in s.parked.blocks))
+    tables = [_filled_blocks(worker, sequence) for sequence in filled]
+    device = list(dict.fromkeys(block for table in tables for block in table))
     host = worker.host.allocate(len(device)).tolist()
     to_host = dict(zip(device, host, strict=True))
-    for sequence in filled:
-        assert sequence.parked is not None
-        sequence.parked = Parked([to_host[block] for block in sequence.parked.blocks], sequence.parked.computed)
+    for sequence, table in zip(filled, tables, strict=True):
+        sequence.parked = Parked([to_host[block] for block in table], int(worker.table.computed[sequence.slot]))
     worker.notes.swap_out.extend(to_host.items())
     request.swapped_to = worker.identity
     request.swapped_bytes += len(device) * worker.hello.block_bytes

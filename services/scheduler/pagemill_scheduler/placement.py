@@ -30,10 +30,15 @@ class Claims:
         self._workers = state.ready_workers()
         self._seats: dict[str, int] = {}
         self._blocks: dict[str, int] = {}
+        self._held: set[str] = set()
+
+    def hold(self, worker: str) -> None:
+        """A request waits for room on ``worker`` and on no other: nobody behind it goes there."""
+        self._held.add(worker)
 
     def claim(self, worker: WorkerState, request: Request, taken: Demand) -> None:
         name = worker.identity
-        self._seats[name] = self._seats.get(name, 0) + request.width
+        self._seats[name] = self._seats.get(name, 0) + request.seats_needed
         self._blocks[name] = self._blocks.get(name, 0) + taken.blocks
 
     def place(self, request: Request) -> Place | str:
@@ -50,6 +55,9 @@ class Claims:
             if request.swapped_to and worker.identity != request.swapped_to:
                 continue
             if not can_ever_hold(self._state, worker, request):
+                continue
+            if worker.identity in self._held:
+                why = f"a request before it that is swapped out to worker {worker.identity}"
                 continue
             taken = demand(self._state, worker, request)
             refusal = self._refusal(worker, request, taken)
@@ -68,11 +76,10 @@ class Claims:
         """Why ``worker`` cannot start ``request`` now; empty if it can."""
         seated = worker.seats_taken + self._seats.get(worker.identity, 0)
         seats = self._state.config.seats
-        if seated + request.width > seats:
-            return f"seats: it needs {request.width}, {seated} of {seats} are taken"
+        if seated + request.seats_needed > seats:
+            return f"seats: it needs {request.seats_needed}, {seated} of {seats} are taken"
         free = worker.pool.num_free - self._blocks.get(worker.identity, 0)
-        # An idle worker takes whatever fits, or a request of the pool's size would wait for ever.
-        reserve = int(self._state.config.watermark * worker.pool.num_blocks) if seated else 0
+        reserve = worker.reserve(self._state.config.watermark, seated)
         if taken.blocks + reserve > free:
             return f"blocks: it needs {taken.blocks} and {reserve} stay in reserve, {free} are free"
         return ""

@@ -159,7 +159,8 @@ def _prefilling(worker: WorkerState) -> list[int]:
     table = worker.table
     slots = table.slots()
     left = table.length[slots] + table.pending[slots] - table.computed[slots]
-    return table.ordered(slots[left > 1]).tolist()
+    ordered: list[int] = table.ordered(slots[left > 1]).tolist()
+    return ordered
 
 
 def _add_chunk(state: State, worker: WorkerState, slot: int, draft: Draft) -> None:
@@ -231,9 +232,10 @@ def _newcomers(state: State, worker: WorkerState, draft: Draft) -> Iterator[tupl
             return
         place = claims.place(request)
         if isinstance(place, str):
-            if request.swapped_to and request.swapped_to != worker.identity:
-                continue  # it waits for the worker that holds it, not for this one
             request.waits_for = place
+            if request.swapped_to and request.swapped_to != worker.identity:
+                claims.hold(request.swapped_to)  # it waits for the worker that holds it, not for this one
+                continue
             return
         if place.worker is worker:
             yield request, place.taken
@@ -250,27 +252,38 @@ def _make_way(state: State, worker: WorkerState) -> None:
     request = next(iter(state.queue), None)
     if request is None or request.in_flight or worker.lowest_priority <= request.priority:
         return
-    if not placement.can_ever_hold(state, worker, request) or not isinstance(
-        placement.Claims(state).place(request), str
-    ):
+    if request.swapped_to not in ("", worker.identity) or not placement.can_ever_hold(state, worker, request):
+        return
+    if not isinstance(placement.Claims(state).place(request), str):
         return
     running = {id(s.request): s.request for s in worker.table.sequences()}
     lower = [r for r in running.values() if r.priority > request.priority and r.rank > request.rank]
     victims = sorted(lower, key=lambda r: r.rank, reverse=True)
-    seats = state.config.seats - worker.seats_taken
-    blocks = worker.pool.num_free
-    need = admission.demand(state, worker, request).blocks
-    chosen: list[Request] = []
-    for victim in victims:
-        if seats >= request.width and blocks >= need:
-            break
-        chosen.append(victim)
-        seats += victim.seats
-        owned = np.concatenate([worker.table.blocks_of(s.slot) for s in victim.sequences if s.slot >= 0])
-        blocks += int((worker.pool.refs[np.unique(owned)] == np.unique(owned, return_counts=True)[1]).sum())
-    if seats >= request.width and blocks >= need:
-        for victim in chosen:
-            preempt_for(state, worker, victim, f"request {request.request_id} has priority")
+    taken = admission.demand(state, worker, request)
+    seated, chosen = worker.seats_taken, 0
+    owned = np.zeros(0, np.int32)
+    while not _would_fit(state, worker, request, taken, seated, owned):
+        if chosen == len(victims):
+            return
+        victim = victims[chosen]
+        chosen += 1
+        seated -= victim.seats
+        tables = [worker.table.blocks_of(s.slot) for s in victim.sequences if s.slot >= 0]
+        owned = np.concatenate([owned, *tables])
+    for victim in victims[:chosen]:
+        preempt_for(state, worker, victim, f"request {request.request_id} has priority")
+
+
+def _would_fit(
+    state: State, worker: WorkerState, request: Request, taken: admission.Demand, seated: int, owned: Int32Array
+) -> bool:
+    """Whether ``request`` could start with ``seated`` seats taken and the block tables in ``owned`` given up."""
+    blocks, owners = np.unique(owned, return_counts=True)
+    freed = blocks[worker.pool.refs[blocks] == owners]
+    # What is freed and what the request wants to share are the same blocks, to some part: they are no gain.
+    gain = len(np.setdiff1d(freed, np.array(taken.cached, np.int32)))
+    fits = taken.blocks + worker.reserve(state.config.watermark, seated) <= worker.pool.num_free + gain
+    return fits and seated + request.seats_needed <= state.config.seats
 
 
 def _dispatch(worker: WorkerState, draft: Draft, now: float) -> IterationPlan:

@@ -74,7 +74,7 @@ class BlockPool:
         self.refs[blocks] = refs + 1
 
     def release(self, tables: list[Int32Array]) -> None:
-        """Give back one reference to each block of each of ``tables``, which are block tables: in order, distinct within.
+        """Give back one reference to each block of each of ``tables``: block tables, in order, distinct within one.
 
         Raises:
             RuntimeError: a block is free already.
@@ -118,7 +118,7 @@ class BlockPool:
         first, stride = self._serial + 1, self._stride
         self._serial += len(fresh)
         numbers = fresh.tolist()
-        nodes = [serial * stride + block for serial, block in enumerate(numbers, first)]
+        nodes: list[int] = [serial * stride + block for serial, block in enumerate(numbers, first)]
         keys = list(zip([parent, *nodes[:-1]], chunks[known:], strict=True))
         names.update(zip(keys, nodes, strict=True))
         self._name_of.update(zip(numbers, keys, strict=True))
@@ -167,7 +167,8 @@ class BlockPool:
 
     def evictable_blocks(self) -> list[int]:
         """Least recently used first."""
-        return self._evictable.blocks().tolist()
+        blocks: list[int] = self._evictable.blocks().tolist()
+        return blocks
 
     def _push(self, blocks: Int32Array) -> None:
         self._stack[self._unused : self._unused + len(blocks)] = blocks
@@ -238,7 +239,8 @@ class _LruQueue:
 
     def _fresh(self, start: int, end: int) -> Int32Array:
         blocks = self._queue[start:end]
-        return blocks[self._place[blocks] == np.arange(start, end)]
+        fresh: Int32Array = blocks[self._place[blocks] == np.arange(start, end)]
+        return fresh
 
 
 class HostPool:

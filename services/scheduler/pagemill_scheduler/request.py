@@ -50,12 +50,11 @@ class LogprobEntry:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """The block table of a preempted sequence.
+    """What a preempted sequence had.
 
     Attributes:
-        blocks: host blocks if the request was swapped out. After a preemption by recomputation the device blocks that
-            it had: they are no longer its own, and only say which blocks the sequences of a group shared.
-        computed: leading tokens whose keys and values stood there.
+        blocks: host blocks that hold its keys and values if the request was swapped out; empty if they are recomputed.
+        computed: leading tokens whose keys and values were computed.
     """
 
     blocks: list[int]
@@ -115,6 +114,7 @@ class Request:
         failure: the error that it ended with.
         limit: most tokens that a sequence of it may have, prompt included.
         width, end_ids: as in its sampling parameters; eos_ids: those of its end_ids that are the model's.
+        highest_token: largest token id of the prompt, -1 without one.
     """
 
     gateway: GatewayState
@@ -146,6 +146,7 @@ class Request:
     width: int = field(init=False)
     end_ids: Int32Array = field(init=False)
     eos_ids: frozenset[int] = field(init=False)
+    highest_token: int = field(init=False)
 
     def __post_init__(self) -> None:
         sampling = self.sampling
@@ -153,6 +154,7 @@ class Request:
         self.width = sampling.width
         self.end_ids = sampling.end_token_ids
         self.eos_ids = frozenset(() if sampling.ignore_eos else sampling.eos_token_ids.tolist())
+        self.highest_token = int(self.prompt.max(initial=-1))
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -162,6 +164,11 @@ class Request:
     @property
     def unfinished(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if not sequence.finished]
+
+    @property
+    def seats_needed(self) -> int:
+        """Slots that it takes when it starts."""
+        return len(self.unfinished) if self.beams is None else self.width
 
     @property
     def in_flight(self) -> int:

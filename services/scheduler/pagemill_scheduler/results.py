@@ -57,11 +57,11 @@ def _take_exceptions(
     faults = {fault.slot: fault for fault in result.faults}
     for index, sequence in flight.orphans.items():
         token, fault = int(result.token_ids[index]), faults.get(int(flight.slots[index]))
-        _take_orphan(state, sequence, token, entries.get(index), fault)
+        _take_orphan(state, worker, sequence, token, entries.get(index), fault)
     for faulty in np.flatnonzero(flight.live & ~sampled):
         if flight.live[faulty]:  # failing a row takes the others of its request out of the flight, too
             slot = int(flight.slots[faulty])
-            _fail_row(state, worker.table.sequence(slot).request, faults.get(slot))
+            _fail_row(state, worker, worker.table.sequence(slot).request, faults.get(slot))
 
 
 def _record(
@@ -125,7 +125,12 @@ def _deliver_rows(
 
 
 def _take_orphan(
-    state: State, sequence: Sequence, token: int, entry: LogprobEntry | None, fault: RowFault | None
+    state: State,
+    worker: WorkerState,
+    sequence: Sequence,
+    token: int,
+    entry: LogprobEntry | None,
+    fault: RowFault | None,
 ) -> None:
     """A token for a sequence that was preempted while it was on its way: it is valid and kept."""
     request = sequence.request
@@ -133,7 +138,7 @@ def _take_orphan(
     if request.status is Status.ENDED or sequence.finished:
         return
     if token < 0:
-        _fail_row(state, request, fault)
+        _fail_row(state, worker, request, fault)
         return
     sequence.append(token)
     output_length = len(sequence.tokens) - len(request.prompt)
@@ -146,13 +151,12 @@ def _take_orphan(
         lifecycle.finish_one(state, sequence)
 
 
-def _fail_row(state: State, request: Request, fault: RowFault | None) -> None:
-    if request.worker:
-        # What the row wrote may be as wrong as what it computed: nobody may find it in the prefix cache.
-        worker = state.workers[request.worker]
-        for sequence in request.sequences:
-            if sequence.slot >= 0:
-                worker.pool.withdraw(worker.table.blocks_of(sequence.slot))
+def _fail_row(state: State, worker: WorkerState, request: Request, fault: RowFault | None) -> None:
+    # What the row wrote may be as wrong as what it computed: nobody may find it in the prefix cache, whoever holds it.
+    for sequence in request.sequences:
+        tokens = state.tokens_of(sequence).tobytes()
+        blocks, _ = worker.pool.find(request.cache_salt, tokens, 4 * worker.block_size)
+        worker.pool.withdraw(np.array(blocks, np.int32))
     if fault is None:
         lifecycle.fail(state, request, "internal_error", "the worker could not compute this request and gave no reason")
     else:

@@ -154,6 +154,11 @@ class WorkerState:
         self.seats_taken += count - request.seats
         request.seats = count
 
+    def reserve(self, watermark: float, seated: int) -> int:
+        """Blocks that admission leaves free beside ``seated`` running sequences. An idle worker takes whatever fits, or
+        a request of the pool's size would wait for ever."""
+        return int(watermark * self.pool.num_blocks) if seated else 0
+
     def most_blocks(self, request: Request) -> int:
         """Blocks that ``request`` needs at its longest: full blocks of its prompt are shared, the rest is not."""
         each = self.blocks_for(request.limit)

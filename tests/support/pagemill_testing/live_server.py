@@ -1,4 +1,4 @@
-"""Whole servers with a real model: as ``pagemill serve`` starts them, or process by process, to be killed and frozen."""
+"""Whole servers with a real model: as ``pagemill serve`` starts them, or process by process, to be killed, frozen …"""
 
 from __future__ import annotations
 
@@ -162,7 +162,9 @@ class SeparateProcesses(LiveServer):
     def start_gateway(self, **settings: object) -> Program:
         """Starts one and sends all further requests to it."""
         gateway = self._start("gateway", frontend=self._frontend, cache_dir=self.cache, port=0, **settings)
-        self.connect(self.until(lambda: _url_in(gateway.err), "the gateway listens"))
+        self.until(lambda: _url_in(gateway.err) or not gateway.alive, "the gateway listens")
+        assert gateway.alive, gateway.tail()
+        self.connect(_url_in(gateway.err))
         return gateway
 
     def _start(self, command: str, **settings: object) -> Program:
@@ -184,8 +186,7 @@ class SeparateProcesses(LiveServer):
 
 def _url_in(log: Path) -> str:
     """Where a gateway listens, by its log; empty before it does."""
-    for line in log.read_text().splitlines():
-        entry = json.loads(line)
-        if entry["event"] == "listening":
-            return str(entry["url"])
+    for line in log.read_text().splitlines(keepends=True):
+        if '"event": "listening"' in line and line.endswith("\n"):
+            return str(json.loads(line)["url"])
     return ""

@@ -223,6 +223,10 @@ class PlanDriver:
         self._released.append(sequence.slot)
         self.free_slots.append(sequence.slot)
         sequence.slot = None
+        self._drop(sequence)
+
+    def _drop(self, sequence: DrivenSequence) -> None:
+        """Gives up its references to blocks."""
         for block in sequence.table:
             self.references[block] -= 1
             if not self.references[block]:

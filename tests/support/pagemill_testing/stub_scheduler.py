@@ -47,6 +47,9 @@ class Script:
         per_delivery: tokens in one delivery.
         logprobs: gives (token ids, values) for an output token: itself first, then the most likely ones.
         failure: (code, message, param) instead of tokens.
+        sequences: the output of each sequence, where they are not all ``token_ids``.
+        finishes: how each sequence ends, where not all end with ``finish``.
+        scores: of the sequences, as a beam search has them; the whole output is then delivered at once.
     """
 
     token_ids: Sequence[int] = ()
@@ -54,15 +57,72 @@ class Script:
     per_delivery: int = 1
     logprobs: Callable[[int], tuple[list[int], list[float]]] | None = None
     failure: tuple[str, str, str] | None = None
+    sequences: Sequence[Sequence[int]] = ()
+    finishes: Sequence[FinishReason] = ()
+    scores: Sequence[float] = ()
+
+    def output(self, sequence: int) -> Sequence[int]:
+        return self.sequences[sequence] if self.sequences else self.token_ids
+
+    def finish_of(self, sequence: int) -> FinishReason:
+        return self.finishes[sequence] if self.finishes else self.finish
+
+    def score(self, sequence: int) -> float:
+        return self.scores[sequence] if self.scores else 0.0
 
 
 @dataclass
-class Running:
-    """One request in the stub."""
+class Row:
+    """One entry of a delivery."""
 
-    submit: SubmitRequest
-    script: Script
-    sent: int = 0
+    handle: int
+    sequence: int
+    offset: int
+    count: int
+    finish: int
+    score: float
+
+
+class Running:
+    """One request in the stub.
+
+    Attributes:
+        sent: tokens that were delivered, of each sequence.
+        open: sequences that have not ended.
+    """
+
+    def __init__(self, submit: SubmitRequest, script: Script) -> None:
+        self.submit = submit
+        self.script = script
+        self.sent = [0] * submit.sampling.n
+        self.open = set(range(submit.sampling.n))
+        self._ended_here: set[int] = set()
+
+    @property
+    def all_sent(self) -> bool:
+        return all(sent == len(self.script.output(i)) for i, sent in enumerate(self.sent))
+
+    def next_row(self, sequence: int) -> tuple[Row, list[int]] | None:
+        """What comes next of a sequence, with its tokens."""
+        script, start = self.script, self.sent[sequence]
+        output = script.output(sequence)
+        count = len(output) if script.scores else script.per_delivery
+        new = list(output[start : start + count])
+        ended = start + len(new) == len(output) and script.finish_of(sequence) is not FinishReason.NOT_FINISHED
+        if not new and not ended:
+            return None
+        self.sent[sequence] += len(new)
+        if ended:
+            self.open.discard(sequence)
+            self._ended_here.add(sequence)
+        finish, score = (int(script.finish_of(sequence)), script.score(sequence)) if ended else (0, 0.0)
+        return Row(self.submit.handle, sequence, start, len(new), finish, score), new
+
+    def rewind(self) -> None:
+        """All that it has produced is delivered again, ends included, save what the gateway ended."""
+        self.sent = [0] * len(self.sent)
+        self.open |= self._ended_here
+        self._ended_here.clear()
 
 
 @dataclass
@@ -106,7 +166,8 @@ class StubScheduler:
         self.state: dict[str, Any] = {"metrics": {"num_requests_running": 0}, "workers": [], "requests": []}
         self.submitted: list[SubmitRequest] = []
         self.aborted: list[int] = []
-        self.finished: list[tuple[int, int]] = []
+        self.finished: list[tuple[int, int, int]] = []
+        """(handle, sequence, tokens kept) of each sequence that the gateway ended."""
         self.synced: list[list[int]] = []
         self.gateways: dict[bytes, Gateway] = {}
         self._epochs = incarnation << 32
@@ -233,21 +294,25 @@ class StubScheduler:
             case AbortRequest(handle=handle):
                 self.aborted.append(handle)
                 gateway.running.pop(handle, None)
-            case SequenceFinished(handle=handle, tokens_kept=kept):
-                self.finished.append((handle, kept))
-                gateway.running.pop(handle, None)
+            case SequenceFinished(handle=handle, sequence=sequence, tokens_kept=kept):
+                self.finished.append((handle, sequence, kept))
+                running = gateway.running.get(handle)
+                if running is not None:
+                    running.open.discard(sequence)
+                    if not running.open:
+                        del gateway.running[handle]
 
     def _welcome(self, route: bytes, gateway: Gateway) -> None:
         self._epochs += 1
         gateway.outgoing.begin(self._epochs)
         gateway.incoming.begin(self._epochs)
         for running in gateway.running.values():
-            running.sent = 0  # all that it has produced is delivered again
+            running.rewind()
         self._send(route, GatewayWelcome(self._epochs, self.incarnation))
         self._send(route, self.fleet)
 
     def _deliver(self, route: bytes, gateway: Gateway) -> None:
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[Row] = []
         tokens: list[int] = []
         packed: list[tuple[int, list[int], list[float]]] = []
         failures = []
@@ -257,16 +322,16 @@ class StubScheduler:
                 failures.append(RequestFailure(handle, *script.failure))
                 del gateway.running[handle]
                 continue
-            new = list(script.token_ids[running.sent : running.sent + script.per_delivery])
-            ended = running.sent + len(new) == len(script.token_ids) and script.finish is not FinishReason.NOT_FINISHED
-            if not new and not ended:
-                continue
-            if script.logprobs is not None and running.submit.sampling.logprobs is not None:
-                packed += [(len(tokens) + row, *script.logprobs(token)) for row, token in enumerate(new)]
-            rows.append((handle, running.sent, len(new), int(script.finish) if ended else 0))
-            tokens += new
-            running.sent += len(new)
-            if ended:
+            for sequence in sorted(running.open):
+                found = running.next_row(sequence)
+                if found is None:
+                    continue
+                row, new = found
+                if script.logprobs is not None and running.submit.sampling.logprobs is not None:
+                    packed += [(len(tokens) + i, *script.logprobs(token)) for i, token in enumerate(new)]
+                rows.append(row)
+                tokens += new
+            if not running.open:
                 del gateway.running[handle]
         if rows or failures:
             self._send_delivery(route, gateway, rows, tokens, packed, failures)
@@ -275,22 +340,22 @@ class StubScheduler:
         self,
         route: bytes,
         gateway: Gateway,
-        rows: list[tuple[int, int, int, int]],
+        rows: list[Row],
         tokens: list[int],
         packed: list[tuple[int, list[int], list[float]]],
         failures: list[RequestFailure],
     ) -> None:
-        columns = np.array(rows, np.int32).reshape(-1, 4)
+        columns = np.array([[r.handle, r.sequence, r.offset, r.count, r.finish] for r in rows], np.int32).reshape(-1, 5)
         delivery = Delivery(
             gateway.outgoing.epoch,
             gateway.outgoing.next(),
             handles=columns[:, 0],
-            sequences=np.zeros(len(rows), np.int32),
-            offsets=columns[:, 1],
-            counts=columns[:, 2],
-            finishes=columns[:, 3],
+            sequences=columns[:, 1],
+            offsets=columns[:, 2],
+            counts=columns[:, 3],
+            finishes=columns[:, 4],
             cached_tokens=np.full(len(rows), self.cached_tokens, np.int32),
-            scores=np.zeros(len(rows), np.float32),
+            scores=np.array([r.score for r in rows], np.float32),
             token_ids=np.array(tokens, np.int32),
             logprobs=TokenLogprobs(
                 rows=np.array([row for row, _, _ in packed], np.int32),

@@ -1,0 +1,143 @@
+"""The body of a chat completion, and how its messages become a prompt."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from pagemill_gateway.bodies import NOTHING, OFF, field_error, only
+from pagemill_gateway.chat_template import RESERVED_KWARGS
+from pagemill_gateway.generation_body import GenerationBody
+from pagemill_shared.sampling import MAX_LOGPROBS, MAX_TOKENS
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    type: Literal["text"]
+    text: str
+
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ChatMessage(BaseModel):
+    """One message. Text parts are joined with nothing between them."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    role: Role
+    content: str | list[TextPart]
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+    tool_calls: list[Any] | None = Field(None, max_length=0)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _check_content(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise ValueError("must be a string or a list of text parts")
+        for index, part in enumerate(value):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                raise ValueError(f"part {index} is of type {kind!r}, but only text parts are supported")
+            if not isinstance(part.get("text"), str):
+                raise ValueError(f"part {index} has no text")
+        return value
+
+    def as_template_message(self) -> dict[str, str]:
+        """What the chat template sees: developer counts as system, parts are one text, absent fields are absent."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            value = getattr(self, name)
+            if value is not None:
+                message[name] = value
+        return message
+
+
+class ConversationFields(BaseModel):
+    """How messages become a prompt; shared by chat completions and tokenize."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(RESERVED_KWARGS & value.keys())
+        if taken:
+            raise ValueError(f"{taken[0]} cannot be set here")
+        return value
+
+    @model_validator(mode="after")
+    def _check_continuation(self) -> ConversationFields:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise field_error(
+                "continue_final_message", "continue_final_message and add_generation_prompt cannot both be true"
+            )
+        return self
+
+    @property
+    def generation_prompt(self) -> bool:
+        """Whether the template opens the assistant's turn: yes by default, not when its last message is continued."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+
+class ChatBody(ConversationFields, GenerationBody):
+    """POST /v1/chat/completions"""
+
+    unserved = GenerationBody.unserved | {
+        "tools": only([]),
+        "tool_choice": only("none", "auto"),
+        "functions": only([]),
+        "function_call": only("none", "auto"),
+        "modalities": only(["text"]),
+        "audio": NOTHING,
+        "prediction": NOTHING,
+        "web_search_options": NOTHING,
+        "echo": OFF,
+        "documents": only([]),
+        "chat_template": NOTHING,
+        "mm_processor_kwargs": only({}),
+        "media_io_kwargs": only({}),
+    }
+    ignored = GenerationBody.ignored | {
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "include_reasoning",
+        "verbosity",
+        "moderation",
+    }
+
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise field_error("top_logprobs", "top_logprobs needs logprobs to be true")
+        return self
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None

@@ -1,0 +1,145 @@
+"""The fields that chat and text completions share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from pagemill_gateway.bodies import NOTHING, OFF, Accepts, RequestBody, field_error, only
+from pagemill_gateway.group_fields import GroupFields
+from pagemill_shared.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOKENS
+
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(GroupFields, RequestBody):
+    """What chat and text completions share."""
+
+    unserved: ClassVar[dict[str, Accepts]] = {
+        "prompt_logprobs": NOTHING,
+        "truncate_prompt_tokens": NOTHING,
+        "truncation_side": NOTHING,
+        "structured_outputs": NOTHING,
+        "guided_json": NOTHING,
+        "guided_regex": NOTHING,
+        "guided_choice": only([]),
+        "guided_grammar": NOTHING,
+        "guided_decoding_backend": NOTHING,
+        "guided_whitespace_pattern": NOTHING,
+        "structural_tag": NOTHING,
+        "response_format": only({"type": "text"}),
+        "allowed_token_ids": NOTHING,
+        "bad_words": only([]),
+        "logits_processors": only([]),
+        "return_tokens_as_token_ids": OFF,
+        "vllm_xargs": only({}),
+        "kv_transfer_params": NOTHING,
+        "repetition_detection": NOTHING,
+        "thinking_token_budget": NOTHING,
+        "logprob_token_ids": NOTHING,
+        "prompt_embeds": NOTHING,
+        "lora_request": NOTHING,
+    }
+    ignored = frozenset(
+        {
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "spaces_between_special_tokens",
+        }
+    )
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
+    temperature: float | None = Field(None, ge=0.0, le=100.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(None, ge=1e-4, le=1e4)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+
+    stop: list[str] = Field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    request_id: str | None = Field(None, min_length=1, max_length=256)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _check_stop(cls, value: Any) -> Any:
+        stops = [value] if isinstance(value, str) else value
+        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+            raise ValueError("must be a string or a list of strings")
+        if "" in stops:
+            raise ValueError("a stop string must not be empty")
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"at most {MAX_STOPS} stop strings are allowed")
+        if any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+            raise ValueError(f"a stop string may have at most {MAX_STOP_LENGTH} characters")
+        return stops
+
+    @model_validator(mode="after")
+    def _check_together(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise field_error("stream_options", "stream_options is only allowed when stream is true")
+        limit = self.output_limit
+        if limit is not None and self.min_tokens > limit:
+            raise field_error("min_tokens", f"min_tokens {self.min_tokens} is greater than max_tokens {limit}")
+        if self.picks and self.stream:
+            raise field_error(
+                "best_of",
+                f"best_of {self.best_of} is greater than n {self.n}, so the best are known only at the end: "
+                "stream must be false",
+            )
+        if self.use_beam_search:
+            self._check_nothing_is_sampled()
+        return self
+
+    def _check_nothing_is_sampled(self) -> None:
+        """A beam search takes the most likely continuations; fields that ask for samples contradict it."""
+        given = {
+            "temperature": bool(self.temperature),
+            "top_p": self.top_p is not None and self.top_p < 1.0,
+            "top_k": self.top_k is not None and self.top_k > 0,
+            "min_p": bool(self.min_p),
+        }
+        for name, asks in given.items():
+            if asks:
+                raise field_error(
+                    name, f"{name} {getattr(self, name)} contradicts use_beam_search, which samples nothing"
+                )
+
+    @property
+    def output_limit(self) -> int | None:
+        """Most tokens that the request wants, None for as many as fit."""
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
