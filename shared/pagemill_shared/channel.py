@@ -257,7 +257,7 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
 def _skip_rest(socket: zmq.Socket[bytes]) -> int:
     """Reads the remaining frames of a message without keeping them; how many there were."""
     skipped = 0
-    while socket.rcvmore:
+    while socket.getsockopt(zmq.RCVMORE):
         socket.recv()
         skipped += 1
     return skipped

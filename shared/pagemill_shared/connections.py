@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import structlog
 import zmq
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 """Connections that did not get through the handshake: wrong keys, not ZeroMQ."""
@@ -34,9 +34,10 @@ class Monitor:
         """Those since the last call."""
         while True:
             try:
-                event = recv_monitor_message(self.socket, zmq.NOBLOCK)
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            event = parse_monitor_message(frames)
             yield zmq.Event(event["event"]), event["value"]
 
     def close(self) -> None:

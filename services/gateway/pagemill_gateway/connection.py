@@ -20,7 +20,7 @@ from pagemill_shared.channel import DealerChannel
 from pagemill_shared.curve import load_client_keys
 from pagemill_shared.errors import ProtocolError
 from pagemill_shared.link import PeerLink
-from pagemill_shared.messages import GatewayHello, StateQuery
+from pagemill_shared.messages import Delivery, GatewayHello, StateQuery
 from pagemill_shared.schema import Message
 from pagemill_shared.settings import GatewaySettings
 
@@ -139,7 +139,8 @@ class Connection:
                 self._send_now(self.client.received(now, message))
             except ProtocolError as error:
                 self._channel.reject(error)
-        self._hand_out()
+        if not all(type(message) is Delivery for message in messages):  # tokens change nothing about what can be served
+            self._hand_out()
         self._plan_drain()
 
     def _tick(self) -> None:
