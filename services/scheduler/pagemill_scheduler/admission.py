@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagemill_scheduler.pool import Node
+from pagemill_scheduler.prefix_names import NO_SALT
 from pagemill_scheduler.request import Request, Sequence, Status
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
@@ -40,12 +40,12 @@ class Demand:
 
     Attributes:
         blocks: free blocks, with one more for each fork to come.
-        cached: leading blocks of its first sequence that the prefix cache holds; node: that of the last one.
+        cached: leading blocks of its first sequence that the prefix cache holds; node: that of the last, or the root.
     """
 
     blocks: int
     cached: list[int]
-    node: Node
+    node: int
 
 
 def demand(state: State, worker: WorkerState, request: Request) -> Demand:
@@ -89,16 +89,16 @@ def block_trees(worker: WorkerState, request: Request) -> list[list[int]]:
     return trees
 
 
-def _cached(state: State, worker: WorkerState, sequence: Sequence) -> tuple[list[int], Node]:
-    """The leading blocks of a waiting sequence that the worker's prefix cache holds, and the last one's node.
+def _cached(state: State, worker: WorkerState, sequence: Sequence) -> tuple[list[int], int]:
+    """The leading blocks of a waiting sequence that the worker's prefix cache holds, and the node behind them.
 
     At least one token is left to compute, or there would be no logits to sample from.
     """
     if not state.config.prefix_caching:
-        return [], ""
-    size = worker.block_size
+        return [], NO_SALT
+    size, names = worker.block_size, worker.pool.names
     count = (len(sequence.tokens) - 1) // size
-    return worker.pool.find(sequence.request.cache_salt, sequence.tokens[: count * size].tobytes(), 4 * size)
+    return names.find(names.root(sequence.request.cache_salt), sequence.tokens[: count * size])
 
 
 def start(state: State, worker: WorkerState, request: Request, taken: Demand, now: float) -> Arrival:
@@ -174,7 +174,7 @@ def _start_together(
     sequence: Sequence,
     tree: list[int],
     cached: list[int],
-    node: Node,
+    node: int,
     now_at: dict[int, int],
     filled_by: dict[int, int],
     arrival: Arrival,
@@ -230,14 +230,12 @@ def _join(
     blocks: Int32Array,
     computed: int,
     named: int,
-    node: Node,
+    node: int,
     arrival: Arrival,
 ) -> int:
     """Give the sequence a slot and tell the worker; the slot. Its ``named`` leading blocks end at ``node``."""
     table, request = worker.table, sequence.request
-    slot = table.join(sequence, blocks, computed)
-    if named:
-        table.named[slot], table.nodes[slot] = named, node
+    slot = table.join(sequence, blocks, computed, named, node)
     prompt_length, tokens = len(request.prompt), sequence.tokens
     arrival.joined.append(SequenceJoin(slot, sequence.index, prompt_length, computed, tokens, blocks, request.sampling))
     return slot

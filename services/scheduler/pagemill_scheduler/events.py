@@ -7,13 +7,12 @@ clock.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pagemill_shared.schema import Message
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(NamedTuple):
     """One connection: the socket that it came in on and the routing id that ZeroMQ gave it."""
 
     side: Literal["frontend", "backend"]

@@ -56,7 +56,7 @@ def _refusal(state: State, hello: WorkerHello, others: list[WorkerState]) -> str
 
 def _fresh(state: State, hello: WorkerHello) -> tuple[SlotTable, BlockPool, HostPool]:
     table = SlotTable(state.config.seats, max_length(hello), hello.block_size)
-    return table, BlockPool(hello.num_blocks), HostPool(hello.num_swap_blocks)
+    return table, BlockPool(hello.num_blocks, hello.block_size), HostPool(hello.num_swap_blocks)
 
 
 def _welcome(state: State, worker: WorkerState) -> None:

@@ -46,8 +46,8 @@ def _check_pool(worker: WorkerState) -> None:
     used = int((pool.refs[1:] > 0).sum())
     _require(used + len(free) == pool.num_blocks, f"{name}: {used} used + {len(free)} free blocks")
     _require(len(free) == pool.num_free, f"{name}: {len(free)} free blocks, counted {pool.num_free}")
-    _require(not pool.named[pool.unused_blocks()].any(), f"{name}: an unused block has a name")
-    _require(pool.named[pool.evictable_blocks()].all(), f"{name}: an evictable block has no name")
+    _require(not pool.names.named[pool.unused_blocks()].any(), f"{name}: an unused block has a name")
+    _require(pool.names.named[pool.evictable_blocks()].all(), f"{name}: an evictable block has no name")
 
 
 def _check_host(state: State, worker: WorkerState) -> None:

@@ -14,13 +14,13 @@ def name_slot(worker: WorkerState, slot: int) -> None:
     A block may be named as soon as the plan that computes it is made: plans run in order, so whoever finds the name
     reads it later (paper §4.4, and design of the order of memory operations in docs/protocol.md).
     """
-    table = worker.table
+    table, pool = worker.table, worker.pool
     full = min(table.length.item(slot), table.computed.item(slot)) // worker.block_size
     first = table.named.item(slot)
     if full <= first:
         return
-    chunks = table.chunks[slot, first:full].tolist()
-    table.nodes[slot] = worker.pool.name_run(table.nodes[slot], chunks, table.blocks[slot, first:full])
+    tokens = table.tokens[slot, first * worker.block_size : full * worker.block_size]
+    table.node[slot] = pool.names.name_run(table.node.item(slot), tokens, table.blocks[slot, first:full])
     table.named[slot] = full
 
 
@@ -38,9 +38,6 @@ def name_rows(worker: WorkerState, slots: Slots) -> None:
         for slot in slots[several].tolist():
             name_slot(worker, slot)
         slots, first = slots[~several], first[~several]
-    numbers = slots.tolist()
-    parents = [table.nodes[slot] for slot in numbers]
-    nodes = worker.pool.name_each(parents, table.chunks[slots, first].tolist(), table.blocks[slots, first])
-    for slot, node in zip(numbers, nodes, strict=True):
-        table.nodes[slot] = node
+    tokens = table.block_tokens[slots, first]
+    table.node[slots] = worker.pool.names.name_each(table.node[slots], tokens, table.blocks[slots, first])
     table.named[slots] = first + 1

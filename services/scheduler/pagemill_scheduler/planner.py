@@ -66,13 +66,7 @@ def _decode(state: State, worker: WorkerState, draft: Draft) -> None:
     table, pool = worker.table, worker.pool
     rows, growing, shared = _make_room(state, worker)
     if len(growing):
-        blocks = pool.allocate(len(growing))
-        positions = table.num_blocks[growing]
-        table.blocks[growing, positions] = blocks
-        table.num_blocks[growing] += 1
-        grown = np.empty((len(growing), 3), np.int32)
-        grown[:, 0], grown[:, 1], grown[:, 2] = growing, positions, blocks
-        draft.new_blocks.append(grown)
+        draft.new_blocks.append(table.grow(growing, pool.allocate(len(growing))))
     for slot in shared.tolist():
         _copy_on_write(state, worker, slot, draft)
     table.computed[rows] += 1
@@ -98,12 +92,10 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Slots, Slots]:
         if table.num_beams or table.num_gates:
             ready = _hold_back(worker, slots, ready)
         rows = slots[ready]
-        position = computed[ready] // table.block_size
-        grows = position >= table.num_blocks[rows]
-        growing = rows[grows]
-        stays = ~grows
-        writers = rows[stays]
-        targets = table.blocks[writers, position[stays]]
+        # A row that is ready has blocks for all that is computed, and none after the one that it writes to.
+        grows = computed[ready] >= table.num_blocks[rows] * table.block_size
+        growing, writers = rows[grows], rows[~grows]
+        targets = table.last_block[writers]
         several = pool.refs[targets] > 1
         shared = writers[several]
         need = len(growing) + (_copies_needed(worker, targets[several]) if len(shared) else 0)
@@ -142,13 +134,12 @@ def _copies_needed(worker: WorkerState, targets: Int32Array) -> int:
 def _copy_on_write(state: State, worker: WorkerState, slot: int, draft: Draft) -> None:
     """Before ``slot`` writes to its next position: copy that block, unless all others have left it (paper §4.4)."""
     table, pool = worker.table, worker.pool
-    position = int(table.computed[slot]) // table.block_size
-    source = int(table.blocks[slot, position])
+    source = table.last_block.item(slot)
     if pool.refs[source] == 1:
         return
-    target = int(pool.allocate(1)[0])
+    target = pool.allocate(1).item(0)
     pool.release([np.array([source], np.int32)])
-    table.blocks[slot, position] = target
+    position = table.replace_last(slot, target)
     draft.copies.append((source, target))
     draft.new_blocks.append(np.array([[slot, position, target]], np.int32))
     state.counters.copied_blocks += 1
@@ -198,7 +189,8 @@ def _sample_after_prompt(worker: WorkerState, slot: int, draft: Draft) -> int:
                 worker.notes.forks.append((slot, sibling.slot, sibling.index))
                 slots.append(sibling.slot)
         request.forked = True
-    table.pending[slots] += 1
+    for sampling in slots:
+        table.pending[sampling] += 1
     draft.entries.extend(slots)
     return len(slots)
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagemill_scheduler.lru_queue import LruQueue
+from pagemill_scheduler.prefix_names import PrefixNames
 from pagemill_shared.schema import Int32Array
 
-Node = int | str
-"""What stands for all tokens up to a block's end; a string is the salt at the root."""
-Name = tuple[Node, bytes]
-
-_NOWHERE = -1
 _SPARE_SHARE = 64
 """An eviction may take up to one in so many blocks of the pool more than it must, because one by one they cost more."""
 
@@ -21,25 +18,19 @@ class BlockPool:
     A block is free when nobody refers to it. It may be handed out again at once, because a worker carries out
     plans in order: whoever used it before has finished with it by then.
 
-    A full block can have a name: (node of the block before it, its tokens). The node is a number that no other name
-    ever gets, or for a sequence's first block the request's ``cache_salt``. So a name stands for all tokens up to the
-    block's end, is compared and not only hashed, and cannot be hit by mistake or across salts.
-    A free block that has a name is *evictable*: it keeps its contents until it is needed, least recently used first,
-    and can be shared again until then.
+    A full block can have a name, by which later sequences with the same tokens find it. A free block that has one is
+    *evictable*: it keeps its contents until it is needed, least recently used first, and can be shared again until
+    then.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.refs = np.zeros(num_blocks + 1, np.int32)
-        self.named = np.zeros(num_blocks + 1, np.bool_)
+        self.names = PrefixNames(num_blocks, block_size)
         # A stack, lowest block on top: blocks in use stay close together.
         self._stack = np.arange(num_blocks, 0, -1, dtype=np.int32)
         self._unused = num_blocks
-        self._evictable = _LruQueue(num_blocks)
-        self._names: dict[Name, int] = {}  # -> node; the block that has the name is node % _stride
-        self._name_of: dict[int, Name] = {}
-        self._stride = num_blocks + 1
-        self._serial = 0
+        self._evictable = LruQueue(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -91,72 +82,14 @@ class BlockPool:
             raise RuntimeError(f"blocks {blocks[left < 0].tolist()} released, but nobody refers to them")
         self.refs[blocks] = left
         freed = blocks[left == 0]
-        keep = self.named[freed]
+        keep = self.names.named[freed]
         self._evictable.add(freed[keep])
         self._push(freed[~keep])
 
-    def name_run(self, parent: Node, chunks: list[bytes], blocks: Int32Array) -> Node:
-        """Name the full blocks of one sequence that follow each other, all in use; the node of the last one.
-
-        Args:
-            parent: the node of the block before the first of them.
-            chunks: [K] the tokens of each.
-            blocks: [K].
-        """
-        names = self._names
-        known = 0
-        for chunk in chunks:
-            node = names.get((parent, chunk))
-            if node is None:
-                break
-            parent = node
-            known += 1
-        else:
-            return parent
-        # Nothing has followed a new node yet, so all that come after it are new, too.
-        fresh = blocks[known:]
-        first, stride = self._serial + 1, self._stride
-        self._serial += len(fresh)
-        numbers = fresh.tolist()
-        nodes: list[int] = [serial * stride + block for serial, block in enumerate(numbers, first)]
-        keys = list(zip([parent, *nodes[:-1]], chunks[known:], strict=True))
-        names.update(zip(keys, nodes, strict=True))
-        self._name_of.update(zip(numbers, keys, strict=True))
-        self.named[fresh] = True
-        return nodes[-1]
-
-    def name_each(self, parents: list[Node], chunks: list[bytes], blocks: Int32Array) -> list[Node]:
-        """Name one full block in use of each of several sequences; their nodes. The first block of a name keeps it."""
-        names, name_of, stride = self._names, self._name_of, self._stride
-        nodes: list[Node] = []
-        for name, block in zip(zip(parents, chunks, strict=True), blocks.tolist(), strict=True):
-            node = names.get(name)
-            if node is None:
-                self._serial += 1
-                node = self._serial * stride + block
-                names[name] = node
-                name_of[block] = name
-                self.named[block] = True
-            nodes.append(node)
-        return nodes
-
-    def find(self, root: Node, tokens: bytes, block_bytes: int) -> tuple[list[int], Node]:
-        """The leading blocks of ``tokens`` that are here, used or evictable, and the last one's node."""
-        names, stride = self._names, self._stride
-        blocks: list[int] = []
-        parent = root
-        for start in range(0, len(tokens), block_bytes):
-            node = names.get((parent, tokens[start : start + block_bytes]))
-            if node is None:
-                break
-            blocks.append(node % stride)
-            parent = node
-        return blocks, parent
-
     def withdraw(self, blocks: Int32Array) -> None:
         """Take their names away: what they hold is not what the names say."""
-        blocks = blocks[self.named[blocks]]
-        self._forget_names(blocks)
+        blocks = blocks[self.names.named[blocks]]
+        self.names.forget(blocks)
         free = blocks[self.refs[blocks] == 0]
         self._evictable.remove(free)
         self._push(free)
@@ -178,69 +111,8 @@ class BlockPool:
         if count > len(self._evictable):
             raise RuntimeError(f"{count} more blocks asked for than are unused, {len(self._evictable)} can be evicted")
         blocks = self._evictable.take(min(max(count, self.num_blocks // _SPARE_SHARE), len(self._evictable)))
-        self._forget_names(blocks)
+        self.names.forget(blocks)
         self._push(blocks[::-1])
-
-    def _forget_names(self, blocks: Int32Array) -> None:
-        names = self._names
-        for name in map(self._name_of.pop, blocks.tolist()):
-            del names[name]
-        self.named[blocks] = False
-
-
-class _LruQueue:
-    """Distinct blocks in the order in which they came. One that is taken out leaves a stale entry behind, which is
-    skipped later: so all that is done is done to many blocks at once."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._queue = np.zeros(2 * num_blocks + 1, np.int32)
-        self._place = np.full(num_blocks + 1, _NOWHERE, np.int32)  # of each block in the queue
-        self._head = self._tail = 0
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def blocks(self) -> Int32Array:
-        """All, oldest first."""
-        return self._fresh(self._head, self._tail)
-
-    def add(self, blocks: Int32Array) -> None:
-        count = len(blocks)
-        if self._tail + count > len(self._queue):
-            left = self.blocks()
-            self._head, self._tail = 0, len(left)
-            self._queue[: self._tail] = left
-            self._place[left] = np.arange(self._tail)
-        end = self._tail + count
-        self._queue[self._tail : end] = blocks
-        self._place[blocks] = np.arange(self._tail, end)
-        self._tail = end
-        self._count += count
-
-    def remove(self, blocks: Int32Array) -> None:
-        self._place[blocks] = _NOWHERE
-        self._count -= len(blocks)
-
-    def take(self, count: int) -> Int32Array:
-        """Take out the ``count`` oldest, of at least so many."""
-        taken: list[Int32Array] = []
-        missing = count
-        while missing:
-            end = min(self._head + max(missing, 64), self._tail)
-            fresh = self._fresh(self._head, end)[:missing]
-            # Behind the last one taken if that was enough, else behind all that was looked at.
-            self._head = int(self._place[fresh[-1]]) + 1 if len(fresh) == missing else end
-            missing -= len(fresh)
-            taken.append(fresh)
-        blocks = np.concatenate(taken)
-        self.remove(blocks)
-        return blocks
-
-    def _fresh(self, start: int, end: int) -> Int32Array:
-        blocks = self._queue[start:end]
-        fresh: Int32Array = blocks[self._place[blocks] == np.arange(start, end)]
-        return fresh
 
 
 class HostPool:

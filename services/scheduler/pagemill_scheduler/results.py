@@ -154,8 +154,8 @@ def _take_orphan(
 def _fail_row(state: State, worker: WorkerState, request: Request, fault: RowFault | None) -> None:
     # What the row wrote may be as wrong as what it computed: nobody may find it in the prefix cache, whoever holds it.
     for sequence in request.sequences:
-        tokens = state.tokens_of(sequence).tobytes()
-        blocks, _ = worker.pool.find(request.cache_salt, tokens, 4 * worker.block_size)
+        names = worker.pool.names
+        blocks, _ = names.find(names.root(request.cache_salt), state.tokens_of(sequence))
         worker.pool.withdraw(np.array(blocks, np.int32))
     if fault is None:
         lifecycle.fail(state, request, "internal_error", "the worker could not compute this request and gave no reason")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from pagemill_scheduler.pool import Node
 from pagemill_scheduler.request import Sequence
 from pagemill_shared.schema import Int32Array
 
@@ -24,20 +23,22 @@ class SlotTable:
     """Arrays of ``capacity`` rows.
 
     Attributes:
-        tokens: [capacity, max_blocks * block_size] prompt and output of each row; chunks: [capacity, max_blocks] the
-            same memory, one opaque item per block.
+        tokens: [capacity, max_blocks * block_size] prompt and output of each row; block_tokens: [capacity, max_blocks,
+            block_size] the same memory.
         length: [capacity] known tokens.
         pending: [capacity] tokens that plans in flight will sample.
         computed: [capacity] leading tokens whose keys and values are computed once the plans in flight are done.
         limit: [capacity] most tokens, prompt included.
         prompt_length, min_length: [capacity]; end tokens count only from min_length on.
-        blocks: [capacity, max_blocks] block tables; num_blocks: [capacity] entries used.
+        blocks: [capacity, max_blocks] block tables; num_blocks: [capacity] entries used; last_block: [capacity] the
+            last of them, kept apart so that a pass over the rows need not visit every block table.
         stop_ids: [STOP_IDS_WIDTH, capacity] padded with -1; many_stops: [capacity] bool, more than fit there.
         logprobs: [capacity] bool, wants log-probabilities.
         num_beams, num_gates, num_logprobs, num_many_stops: rows with such a thing, to skip what concerns none.
         handle, sequence_index, gateway: [capacity] where its tokens are delivered to.
         cached: [capacity] prompt tokens that the prefix cache spared.
-        named: [capacity] leading full blocks that have been offered to the prefix cache; nodes: the last one's node.
+        named: [capacity] leading full blocks that have been offered to the prefix cache.
+        node: [capacity] int64, the node in the prefix cache that stands for them, at first the root.
         beam: [capacity] bool, a beam: the scheduler chooses its tokens, and it runs only when none is pending.
         gate, gate_at: [capacity] while ``gate`` is not -1 the row must not run before that slot has computed
             ``gate_at`` tokens: it shares blocks with it that are being recomputed.
@@ -49,7 +50,7 @@ class SlotTable:
         max_blocks = -(-max_length // block_size)
         # np.empty: the system backs these lazily, row by row, as far as sequences really grow.
         self.tokens = np.empty((capacity, max_blocks * block_size), np.int32)
-        self.chunks = self.tokens.view(np.dtype((np.void, self.tokens.itemsize * block_size)))
+        self.block_tokens = self.tokens.reshape(capacity, max_blocks, block_size)
         self.blocks = np.empty((capacity, max_blocks), np.int32)
         self.length = np.zeros(capacity, np.int32)
         self.pending = np.zeros(capacity, np.int32)
@@ -58,6 +59,7 @@ class SlotTable:
         self.prompt_length = np.zeros(capacity, np.int32)
         self.min_length = np.zeros(capacity, np.int32)
         self.num_blocks = np.zeros(capacity, np.int32)
+        self.last_block = np.zeros(capacity, np.int32)
         self.stop_ids = np.full((STOP_IDS_WIDTH, capacity), _NONE, np.int32)
         self.many_stops = np.zeros(capacity, np.bool_)
         self.logprobs = np.zeros(capacity, np.bool_)
@@ -72,7 +74,7 @@ class SlotTable:
         self.key = np.zeros(capacity, np.int64)
         self.arrival = np.zeros(capacity, np.int64)
         self.priority = np.zeros(capacity, np.int32)
-        self.nodes: list[Node] = [""] * capacity
+        self.node = np.zeros(capacity, np.int64)
         self.num_beams = self.num_gates = self.num_logprobs = self.num_many_stops = 0
         self._sequences: list[Sequence | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
@@ -114,14 +116,15 @@ class SlotTable:
 
     def blocks_of(self, slot: int) -> Int32Array:
         """The slot's block table, as a view."""
-        return self.blocks[slot, : self.num_blocks[slot]]
+        return self.blocks[slot, : self.num_blocks.item(slot)]
 
     def tokens_of(self, slot: int) -> Int32Array:
         """The slot's tokens, as a view."""
-        return self.tokens[slot, : self.length[slot]]
+        return self.tokens[slot, : self.length.item(slot)]
 
-    def join(self, sequence: Sequence, blocks: Int32Array, computed: int) -> int:
-        """Give ``sequence`` a slot, with ``blocks`` as its block table, of which ``computed`` tokens are filled."""
+    def join(self, sequence: Sequence, blocks: Int32Array, computed: int, named: int, node: int) -> int:
+        """Give ``sequence`` a slot, with ``blocks`` as its block table, of which ``computed`` tokens are filled and
+        ``named`` leading blocks have names, up to ``node``."""
         slot = self._seat(sequence)
         length = len(sequence.tokens)
         self.tokens[slot, :length] = sequence.tokens
@@ -129,12 +132,14 @@ class SlotTable:
         self.computed[slot] = computed
         self.blocks[slot, : len(blocks)] = blocks
         self.num_blocks[slot] = len(blocks)
+        self.last_block[slot] = blocks[-1]
+        self.named[slot], self.node[slot] = named, node
         return slot
 
     def reserve(self, sequence: Sequence) -> int:
         """Give ``sequence`` a slot that stays idle, without tokens and blocks, until ``fork`` fills it."""
         slot = self._seat(sequence)
-        self.length[slot] = self.computed[slot] = self.num_blocks[slot] = 0
+        self.length[slot] = self.computed[slot] = self.num_blocks[slot] = self.named[slot] = 0
         return slot
 
     def _seat(self, sequence: Sequence) -> int:
@@ -159,8 +164,6 @@ class SlotTable:
         self.sequence_index[slot] = sequence.index
         self.gateway[slot] = request.gateway.index
         self.cached[slot] = request.cached_tokens
-        self.named[slot] = 0
-        self.nodes[slot] = request.cache_salt
         if request.beams is not None:
             self.beam[slot] = True
             self.num_beams += 1
@@ -179,11 +182,27 @@ class SlotTable:
         self.tokens[child, :length] = self.tokens[parent, :length]
         self.blocks[child, :blocks] = self.blocks[parent, :blocks]
         self.length[child], self.num_blocks[child] = length, blocks
+        self.last_block[child] = self.last_block[parent]
         self.computed[child] = self.computed[parent]
-        self.named[child], self.nodes[child] = self.named[parent], self.nodes[parent]
+        self.named[child], self.node[child] = self.named[parent], self.node[parent]
+
+    def grow(self, slots: Slots, blocks: Int32Array) -> Int32Array:
+        """Append one of ``blocks`` to the block table of each of ``slots``; [K, 3] (slot, position, block)."""
+        grown = np.empty((len(slots), 3), np.int32)
+        grown[:, 0], grown[:, 1], grown[:, 2] = slots, self.num_blocks[slots], blocks
+        self.blocks[slots, grown[:, 1]] = blocks
+        self.num_blocks[slots] += 1
+        self.last_block[slots] = blocks
+        return grown
+
+    def replace_last(self, slot: int, block: int) -> int:
+        """Let ``block`` take the place of the last one of the slot's block table; its position."""
+        position = self.num_blocks.item(slot) - 1
+        self.blocks[slot, position] = self.last_block[slot] = block
+        return position
 
     def is_idle(self, slot: int) -> bool:
-        return not self.length[slot]
+        return not self.length.item(slot)
 
     def leave(self, slot: int) -> Sequence:
         """Take the sequence out of its slot, its tokens with it."""

@@ -1,0 +1,188 @@
+"""The names of the prefix cache: which block holds the keys and values of which tokens, and of all before them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pagemill_shared.schema import Int32Array
+
+NO_SALT = 0
+"""The root of sequences without a salt."""
+MAX_SALTS = 65_536
+
+_NOTHING = -1
+
+Nodes = npt.NDArray[np.int64]
+Blocks = npt.NDArray[np.intp]
+
+
+class PrefixNames:
+    """A full block's name is (node of the block before it, its tokens).
+
+    A node is a number that no other name ever gets, and tells its block: ``node % (num_blocks + 1)``. Before the first
+    block of a sequence stands a *root*, one for each ``cache_salt``. So a name stands for all tokens up to the block's
+    end. What is looked up is compared with parent and tokens: a wrong hit is impossible.
+
+    Most blocks are followed by one other, so each points to its first child. Only the first block of a sequence, and
+    what branches off later, are found through a hash of their name. So blocks are named, found and forgotten many at
+    a time, and a sequence costs about one entry of a dict. A pointer may outlive its child, and of two names with the
+    same hash the later one is found: who follows either checks that he has come to a child of the node he came from.
+
+    Attributes:
+        named: [num_blocks + 1] bool.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.named = np.zeros(num_blocks + 1, np.bool_)
+        self._stride = num_blocks + 1
+        self._block_size = block_size
+        # By block. np.empty: the system backs it as far as it is used.
+        self._tokens = np.empty((num_blocks + 1, block_size), np.int32)
+        self._node = np.full(num_blocks + 1, _NOTHING, np.int64)
+        self._parent = np.full(num_blocks + 1, _NOTHING, np.int64)
+        self._child = np.zeros(num_blocks + 1, np.int32)
+        self._key = np.zeros(num_blocks + 1, np.int64)  # the hash of its name, 0 if it is not found by that
+        self._block_of: dict[int, int] = {}  # by that hash
+        self._serial = 0
+        self._roots: dict[str, int] = {}  # least recently used first
+
+    def root(self, salt: str) -> int:
+        """The root for ``salt``. With too many salts, one that was not used for long starts anew, without hits."""
+        if not salt:
+            return NO_SALT
+        root = self._roots.pop(salt, None)
+        if root is None:
+            if len(self._roots) == MAX_SALTS:
+                del self._roots[next(iter(self._roots))]
+            self._serial += 1
+            root = self._serial * self._stride  # as if of block 0, which never has a name
+        self._roots[salt] = root
+        return root
+
+    def find(self, root: int, tokens: Int32Array) -> tuple[list[int], int]:
+        """The named blocks with the leading whole blocks of ``tokens``, and the node of the last one."""
+        size = self._block_size
+        wanted = tokens[: len(tokens) // size * size].reshape(-1, size)
+        blocks: list[int] = []
+        parent = root
+        while len(blocks) < len(wanted):
+            ahead = wanted[len(blocks) :]
+            first = self._lookup(parent, ahead[0])
+            if not first:
+                break
+            chain = self._chain(first, len(ahead))
+            same = (self._tokens[chain] == ahead[: len(chain)]).all(axis=1)
+            count = len(chain) if same.all() else int(same.argmin())
+            blocks += chain[:count]
+            parent = self._node.item(blocks[-1])
+        return blocks, parent
+
+    def name_run(self, parent: int, tokens: Int32Array, blocks: Int32Array) -> int:
+        """Name blocks of one sequence that follow each other, unless others have their names; the last one's node.
+
+        Args:
+            parent: the node before the first of them.
+            tokens: [K * block_size].
+            blocks: [K] in use and without names, K >= 1.
+        """
+        rows = tokens.reshape(-1, self._block_size)
+        known = 0
+        while block := self._lookup(parent, rows[known]):
+            parent = self._node.item(block)
+            known += 1
+            if known == len(rows):
+                return parent
+        # Nothing has followed a new node yet, so all that come after it are new, too.
+        index = blocks[known:].astype(np.intp)
+        nodes = self._new_nodes(index)
+        self._set(index, nodes, rows[known:])
+        if len(index) > 1:
+            self._parent[index[1:]] = nodes[:-1]
+            self._child[index[:-1]] = index[1:]
+        self._attach(parent, index.item(0), rows[known])
+        return nodes.item(-1)
+
+    def name_each(self, parents: Nodes, tokens: Int32Array, blocks: Int32Array) -> Nodes:
+        """Name one block of each of several sequences, unless others have its name; their nodes.
+
+        Args:
+            parents: [K] the nodes before them.
+            tokens: [K, block_size].
+            blocks: [K] in use and without names.
+        """
+        index = blocks.astype(np.intp)
+        nodes = self._new_nodes(index)
+        before = parents % self._stride
+        # In the usual case the block before has a name and no child yet. Of siblings behind the same block one wins.
+        usual = ((self._node[before] == parents) & (self._parent[self._child[before]] != parents)).nonzero()[0]
+        self._child[before[usual]] = blocks[usual]
+        usual = usual[self._child[before[usual]] == blocks[usual]]
+        self._set(index[usual], nodes[usual], tokens[usual])
+        self._parent[index[usual]] = parents[usual]
+        if len(usual) < len(blocks):
+            for i in np.setdiff1d(np.arange(len(blocks)), usual, assume_unique=True).tolist():
+                nodes[i] = self.name_run(parents.item(i), tokens[i], blocks[i : i + 1])
+        return nodes
+
+    def forget(self, blocks: Int32Array | Blocks) -> None:
+        """Take their names away from ``blocks``, all of which have one."""
+        blocks = blocks.astype(np.intp)
+        keys = self._key[blocks]
+        for key in keys[keys != 0].tolist():
+            self._block_of.pop(key, None)
+        self._node[blocks] = _NOTHING
+        self._parent[blocks] = _NOTHING
+        self.named[blocks] = False
+
+    def _new_nodes(self, blocks: Blocks) -> Nodes:
+        first, stride = self._serial + 1, self._stride
+        self._serial += len(blocks)
+        nodes: Nodes = np.arange(first * stride, (first + len(blocks)) * stride, stride)
+        nodes += blocks
+        return nodes
+
+    def _set(self, blocks: Blocks, nodes: Nodes, tokens: Int32Array) -> None:
+        self._node[blocks] = nodes
+        self._tokens[blocks] = tokens
+        self._key[blocks] = 0
+        self.named[blocks] = True
+
+    def _lookup(self, parent: int, tokens: Int32Array) -> int:
+        """The block with the name (parent, tokens), 0 if there is none."""
+        before = parent % self._stride
+        if before and self._node.item(before) == parent:
+            child = self._child.item(before)
+            if self._parent.item(child) == parent and (self._tokens[child] == tokens).all():
+                return child
+        block = self._block_of.get(_key(parent, tokens), 0)
+        if block and self._parent.item(block) == parent and (self._tokens[block] == tokens).all():
+            return block
+        return 0
+
+    def _chain(self, block: int, limit: int) -> list[int]:
+        """At most ``limit`` blocks: ``block``, its child, and so on."""
+        node_of, parent_of, child_of = self._node.item, self._parent.item, self._child.item
+        chain = [block]
+        while len(chain) < limit:
+            child = child_of(block)
+            if parent_of(child) != node_of(block):
+                break
+            chain.append(child)
+            block = child
+        return chain
+
+    def _attach(self, parent: int, block: int, tokens: Int32Array) -> None:
+        """Let ``block`` be found from ``parent``."""
+        self._parent[block] = parent
+        before = parent % self._stride
+        if before and self._node.item(before) == parent and self._parent.item(self._child.item(before)) != parent:
+            self._child[before] = block
+            return
+        key = _key(parent, tokens)
+        self._key[block] = key
+        self._block_of[key] = block
+
+
+def _key(parent: int, tokens: Int32Array) -> int:
+    return hash((parent, tokens.tobytes())) or 1
