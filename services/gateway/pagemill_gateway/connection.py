@@ -114,6 +114,8 @@ class Connection:
         Raises:
             ApiError: 503, the scheduler does not answer.
         """
+        if not self._channel.connected:
+            raise ApiError(503, "there is no connection to the scheduler", code="scheduler_lost")
         query = next(self._queries)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answers[query] = answer
@@ -148,6 +150,13 @@ class Connection:
         self._drain()
         self._send(self.client.tick(time.monotonic()))
         self._hand_out()
+        self._plan_tick()
+
+    def _plan_tick(self) -> None:
+        if self._loop is None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
         delay = max(0.01, self.client.link.deadline - time.monotonic())
         self._timer = self._loop.call_later(delay, self._tick)
 
@@ -157,8 +166,10 @@ class Connection:
 
     def _send_now(self, messages: Iterable[Message]) -> None:
         for message in messages:
-            if not self._channel.send(message):  # a number that is missing at the scheduler begins a new epoch
+            if not self._channel.send(message):
+                # The number that is missing at the scheduler begins a new epoch there; say something soon.
                 self.client.link.unsent(time.monotonic())
+                self._plan_tick()
 
     def _plan_drain(self) -> None:
         """Sending may have taken the descriptor's signal for what has arrived meanwhile, so look for oneself."""
