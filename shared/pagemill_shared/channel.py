@@ -172,6 +172,8 @@ class DealerChannel:
         self.socket = context.socket(zmq.DEALER)
         _configure(self.socket)
         self._connected = False
+        self.connections = 0
+        """How many there have been, as of the last send or look at ``connected``."""
         self._monitor = Monitor(context, self.socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSALS)
         self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = 100, 400  # milliseconds
         if keys is not None:
@@ -226,6 +228,11 @@ class DealerChannel:
         self.socket.close()
 
     @property
+    def monitor_descriptor(self) -> int:
+        """Becomes readable when ``connected`` may have changed; edge-triggered, as ZeroMQ's descriptors are."""
+        return int(self._monitor.socket.getsockopt(zmq.FD))
+
+    @property
     def connected(self) -> bool:
         """Whether there is a connection now."""
         for event, _ in self._monitor.events():
@@ -233,6 +240,7 @@ class DealerChannel:
                 self._note_refusal(event)
             else:
                 self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                self.connections += self._connected
         return self._connected
 
     def _note_refusal(self, event: zmq.Event) -> None:

@@ -264,7 +264,7 @@ class WorkerSettings(
     """The worker's settings."""
 
 
-class PrepareSettings(ModelSettings, CommonSettings):
+class PrepareSettings(ModelSettings):
     """The settings of ``pagemill prepare``."""
 
 

@@ -286,9 +286,10 @@ def test_a_seed_is_drawn_when_none_is_given(api: Stage) -> None:
 
 
 def test_a_prompt_that_leaves_no_room(api: Stage) -> None:
-    refusal = error(api, prompt=[5] * 2048)
-    assert (refusal["param"], refusal["code"]) == ("prompt", "context_length_exceeded")
-    assert "2048" in refusal["message"]
+    for limits in ({}, {"max_tokens": 1}):
+        refusal = error(api, prompt=[5] * 2048, **limits)
+        assert (refusal["param"], refusal["code"]) == ("prompt", "context_length_exceeded")
+        assert "2048" in refusal["message"]
     refusal = error(api, prompt=[5] * 2000, max_tokens=49)
     assert (refusal["param"], refusal["code"]) == ("max_tokens", "context_length_exceeded")
     assert all(number in refusal["message"] for number in ("2048", "2049", "2000", "49"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill_gateway.stops import StopStrings
@@ -29,6 +29,7 @@ def cut(text: str, edges: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(bounds)]
 
 
+@settings(deadline=None)
 @given(
     st.text("ab", max_size=24), st.lists(_LETTERS, min_size=1, max_size=4), st.lists(st.integers(0, 24)), st.booleans()
 )
@@ -49,6 +50,7 @@ def test_any_cut_of_the_text_gives_what_a_whole_text_search_gives(
         assert finder.finish() == ""
 
 
+@settings(deadline=None)
 @given(st.text("ab", max_size=24), st.lists(_LETTERS, min_size=1, max_size=4))
 def test_no_head_of_a_stop_string_is_given_out_early_and_nothing_else_is_held(text: str, stops: list[str]) -> None:
     finder = StopStrings(stops, include=False).finder()
@@ -62,6 +64,7 @@ def test_no_head_of_a_stop_string_is_given_out_early_and_nothing_else_is_held(te
         assert out == seen[: position - longest]
 
 
+@settings(deadline=None)
 @given(st.text("ab", max_size=24), st.lists(_LETTERS, min_size=1, max_size=4), st.integers(0, 24))
 def test_a_string_that_is_completed_before_min_tokens_is_text(text: str, stops: list[str], first: int) -> None:
     finder = StopStrings(stops, include=False).finder()

@@ -267,6 +267,47 @@ def test_a_lost_scheduler_ends_streams_and_everything_works_again(how: str) -> N
         second.__exit__()
 
 
+def test_a_dead_scheduler_is_noticed_at_once_and_open_streams_wait_for_it() -> None:
+    with ipc_folder() as folder:
+        write_prepared_model(folder)
+        place = Restartable(folder)
+        first = place.scheduler(1).__enter__()
+        first.script = Script(ids("one two three"), FinishReason.NOT_FINISHED)
+        with GatewayServer(folder, place.endpoint, heartbeat_interval=2, peer_timeout=90) as gateway:
+            gateway.until("/ready", 200)
+            with RawClient(gateway.port, prompt="x", stream=True) as client:
+                client.read_until(b"three")
+                first.__exit__()
+                for path in ("/ready", "/health"):
+                    answer = gateway.until(path, 503).json()["error"]
+                    assert (answer["code"], answer["type"]) == ("scheduler_lost", "service_unavailable_error")
+                assert gateway.client.post(PATH, json={"prompt": "x"}).json()["error"]["code"] == "scheduler_lost"
+                assert gateway.client.get("/v1/pagemill/state").status_code == 503
+                client.socket.setblocking(False)
+                with pytest.raises(BlockingIOError):  # the open stream has not been told anything
+                    client.socket.recv(1)
+                client.socket.settimeout(20)
+                # One that comes back is spoken to at once, long before the gateway would take it for lost; it knows
+                # nothing of the stream, which ends.
+                second = place.scheduler(2).__enter__()
+                gateway.until("/ready", 200)
+                data = client.read_all().decode()
+            assert '"code": "scheduler_lost"' in data
+            second.script = Script(ids("back"))
+            assert gateway.client.post(PATH, json={"prompt": "x"}).json()["choices"][0]["text"] == "back"
+        second.__exit__()
+
+
+def test_a_gateway_finds_a_scheduler_that_starts_later() -> None:
+    with ipc_folder() as folder:
+        write_prepared_model(folder)
+        place = Restartable(folder)
+        with GatewayServer(folder, place.endpoint, heartbeat_interval=30, peer_timeout=90) as gateway:
+            assert gateway.until("/ready", 503).json()["error"]["code"] in ("scheduler_lost", "model_loading")
+            with place.scheduler(1):
+                gateway.until("/ready", 200)
+
+
 def test_requests_wait_for_a_worker_only_as_long_as_they_may() -> None:
     none = FleetStatus(0, 0, 0, "")
     with stage(no_worker_timeout=0.4) as api:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagemill_testing.wire import messages
 
@@ -32,6 +32,7 @@ def decode_or_refuse(data: bytes) -> None:
 
 
 @ALL
+@settings(deadline=None)
 @given(data=st.data())
 def test_encode_then_decode_is_identity(cls: type[Message], data: st.DataObject) -> None:
     message = data.draw(messages(cls))
@@ -46,6 +47,7 @@ def test_decoded_arrays_are_int32_whatever_was_given() -> None:
     assert decoded.prompt_token_ids.tolist() == [1, 2, 3]
 
 
+@settings(deadline=None)
 @given(messages(), st.data())
 def test_truncated_bytes_are_refused(message: Message, data: st.DataObject) -> None:
     encoded = encode(message)
@@ -53,12 +55,14 @@ def test_truncated_bytes_are_refused(message: Message, data: st.DataObject) -> N
         decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
 
 
+@settings(deadline=None)
 @given(messages(), st.binary(min_size=1, max_size=8))
 def test_trailing_bytes_are_refused(message: Message, tail: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(encode(message) + tail)
 
 
+@settings(deadline=None)
 @given(messages(), st.data())
 def test_mutated_bytes_raise_nothing_but_protocol_errors(message: Message, data: st.DataObject) -> None:
     encoded = bytearray(encode(message))
@@ -81,6 +85,7 @@ ANYTHING = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(messages(), ANYTHING, st.data())
 def test_a_wrong_value_in_any_field_raises_nothing_but_protocol_errors(
     message: Message, value: object, data: st.DataObject
@@ -90,6 +95,7 @@ def test_a_wrong_value_in_any_field_raises_nothing_but_protocol_errors(
     decode_or_refuse(msgpack.packb(raw))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=64))
 def test_random_bytes_raise_nothing_but_protocol_errors(data: bytes) -> None:
     decode_or_refuse(data)

@@ -51,8 +51,9 @@ def shared_server(cache: Path) -> Iterator[ServeCommand]:
 
 
 @pytest.fixture
-def server(shared_server: ServeCommand) -> ServeCommand:
+def server(shared_server: ServeCommand) -> Iterator[ServeCommand]:
     """`pagemill serve` with room for everything; ready, and with nothing to do."""
     shared_server.until_ready()
     shared_server.until_idle()
-    return shared_server
+    yield shared_server
+    shared_server.drop_all()  # what a failed test has left open

@@ -105,7 +105,9 @@ def reference(cache: Path) -> Reference:
 def crowded_server(cache: Path) -> Iterator[ServeCommand]:
     """One whose pool holds little more than the longest prompt."""
     with ipc_folder() as folder:
-        server = ServeCommand(folder, "crowded", cache_dir=cache, num_kv_blocks=42, check_invariants=True)
+        server = ServeCommand(
+            folder, "crowded", cache_dir=cache, num_kv_blocks=42, preemption_mode="recompute", check_invariants=True
+        )
         try:
             server.until_started()
             yield server

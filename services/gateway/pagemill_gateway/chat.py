@@ -25,7 +25,8 @@ async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> No
     await engine.connection.until_able()
     engine.check_ids(prompt, "messages")
     limit_name = _limit_name(body)
-    limit = engine.max_tokens(len(prompt), body.output_limit, body.output_limit is not None, limit_name)
+    explicit = body.output_limit is not None
+    limit = engine.max_tokens(len(prompt), body.output_limit, explicit, "messages", limit_name)
     generation = engine.generation(
         body,
         [prompt],

@@ -86,7 +86,7 @@ class SchedulerClient:
         if self._incarnation is None:
             return Obstacle("the scheduler cannot be reached yet", "scheduler_lost", True)
         if not connected:
-            return Obstacle("the connection to the scheduler is broken", "scheduler_lost", True)
+            return Obstacle("there is no connection to the scheduler", "scheduler_lost", True)
         if not self.fleet.ready_workers:
             waited = now - self._no_worker_since
             return Obstacle("no worker is ready", "no_worker", self._fleet_known and waited >= self._no_worker_timeout)

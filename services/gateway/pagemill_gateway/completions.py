@@ -26,10 +26,7 @@ async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     prompts = await _encode(engine, body)
     await engine.connection.until_able()
     explicit = "max_tokens" in body.model_fields_set
-    limits = [
-        engine.max_tokens(len(prompt), body.max_tokens, explicit, "max_tokens" if explicit else "prompt")
-        for prompt in prompts
-    ]
+    limits = [engine.max_tokens(len(prompt), body.max_tokens, explicit, "prompt", "max_tokens") for prompt in prompts]
     generation = engine.generation(
         body, prompts, limits, body.logprobs, body.request_id or exchange.request_id, arrived, {}
     )

@@ -20,13 +20,17 @@ from pagemill_shared.channel import DealerChannel
 from pagemill_shared.curve import load_client_keys
 from pagemill_shared.errors import ProtocolError
 from pagemill_shared.link import PeerLink
-from pagemill_shared.messages import Delivery, GatewayHello, StateQuery
+from pagemill_shared.messages import Delivery, GatewayHello, HelloRequest, StateQuery
 from pagemill_shared.schema import Message
 from pagemill_shared.settings import GatewaySettings
 
 STATE_TIMEOUT_S = 2.0
 """How long a state query may take."""
 _BATCH = 256
+_STRANGERS = frozenset({HelloRequest})
+"""What a scheduler says that does not know this gateway."""
+_TOKENS = frozenset({Delivery})
+"""What changes nothing about whether requests can be served."""
 
 
 class Connection:
@@ -52,6 +56,7 @@ class Connection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._drain_planned = False
+        self._heard_on = 0  # the connection, by number, on which the newest messages have come
         self._queries = itertools.count(1)
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._changed: set[asyncio.Future[None]] = set()
@@ -61,6 +66,7 @@ class Connection:
         """Starts to listen and to say hello, on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._drain)
+        self._loop.add_reader(self._channel.monitor_descriptor, self._connection_changed)
         self._obstacle = self.obstacle()
         self._tick()
 
@@ -68,6 +74,7 @@ class Connection:
         """Aborts what is left and closes the socket, waiting a moment for what must still be sent."""
         if self._loop is not None:
             self._loop.remove_reader(self._descriptor)
+            self._loop.remove_reader(self._channel.monitor_descriptor)
             self._send(self.client.fail_all(ApiError(503, "the server is stopping", code="server_stopping")))
         if self._timer is not None:
             self._timer.cancel()
@@ -82,7 +89,9 @@ class Connection:
 
     def obstacle(self) -> Obstacle | None:
         """Why a request that came now could not be served."""
-        return self.client.obstacle(time.monotonic(), self._channel.connected)
+        # Whoever is at the other end of a new connection may know nothing of this gateway, until it is heard from.
+        connected = self._channel.connected and self._channel.connections == self._heard_on
+        return self.client.obstacle(time.monotonic(), connected)
 
     async def until_able(self) -> None:
         """Returns when requests can be served, after a short wait when the last worker has only just gone.
@@ -114,6 +123,8 @@ class Connection:
         Raises:
             ApiError: 503, the scheduler does not answer.
         """
+        if not self._channel.connected:
+            raise ApiError(503, "there is no connection to the scheduler", code="scheduler_lost")
         query = next(self._queries)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answers[query] = answer
@@ -133,21 +144,38 @@ class Connection:
         if self._loop is None:
             return
         messages = self._channel.receive(_BATCH)
+        kinds = set(map(type, messages))
+        if kinds - _STRANGERS:
+            self._heard_on = self._channel.connections
         now = time.monotonic()
         for message in messages:
             try:
                 self._send_now(self.client.received(now, message))
             except ProtocolError as error:
                 self._channel.reject(error)
-        if not all(type(message) is Delivery for message in messages):  # tokens change nothing about what can be served
+        if kinds - _TOKENS:
             self._hand_out()
         self._plan_drain()
+
+    def _connection_changed(self) -> None:
+        """A connection has ended or begun: say something soon to whoever is there."""
+        if self._channel.connections != self._heard_on or not self._channel.connected:
+            self.client.link.unsent(time.monotonic())
+            self._plan_tick()
+        self._hand_out()
 
     def _tick(self) -> None:
         assert self._loop is not None
         self._drain()
         self._send(self.client.tick(time.monotonic()))
         self._hand_out()
+        self._plan_tick()
+
+    def _plan_tick(self) -> None:
+        if self._loop is None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
         delay = max(0.01, self.client.link.deadline - time.monotonic())
         self._timer = self._loop.call_later(delay, self._tick)
 
@@ -157,8 +185,10 @@ class Connection:
 
     def _send_now(self, messages: Iterable[Message]) -> None:
         for message in messages:
-            if not self._channel.send(message):  # a number that is missing at the scheduler begins a new epoch
+            if not self._channel.send(message):
+                # The number that is missing at the scheduler begins a new epoch there; say something soon.
                 self.client.link.unsent(time.monotonic())
+                self._plan_tick()
 
     def _plan_drain(self) -> None:
         """Sending may have taken the descriptor's signal for what has arrived meanwhile, so look for oneself."""

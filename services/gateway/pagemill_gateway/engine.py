@@ -160,12 +160,15 @@ class Engine:
                 code="invalid_value",
             )
 
-    def max_tokens(self, prompt_length: int, wanted: int | None, explicit: bool, param: str) -> int:
+    def max_tokens(
+        self, prompt_length: int, wanted: int | None, explicit: bool, prompt_name: str, limit_name: str
+    ) -> int:
         """The output limit of a prompt: what is wanted, or what fits.
 
         Args:
             wanted: None for as many as fit.
             explicit: whether the request asked for ``wanted`` itself; a default is cut to what fits.
+            prompt_name, limit_name: the fields that are at fault when the prompt, or what is wanted, is too long.
 
         Raises:
             ApiError: ``context_length_exceeded`` with the numbers.
@@ -177,7 +180,7 @@ class Engine:
                 400,
                 f"this model's maximum context length is {longest} tokens, but the prompt has {prompt_length} tokens "
                 "and at least one must be generated",
-                param=param,
+                param=prompt_name,
                 code="context_length_exceeded",
             )
         if wanted is not None and explicit and wanted > room:
@@ -185,7 +188,7 @@ class Engine:
                 400,
                 f"this model's maximum context length is {longest} tokens, but {prompt_length + wanted} were "
                 f"requested ({prompt_length} in the prompt, {wanted} for the completion)",
-                param=param,
+                param=limit_name,
                 code="context_length_exceeded",
             )
         return room if wanted is None else min(wanted, room)

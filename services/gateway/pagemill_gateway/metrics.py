@@ -85,12 +85,12 @@ class GatewayMetrics:
         self._next_token.observe(seconds)
 
     def finished(self, seconds: float, reason: str) -> None:
-        """A request ended by itself; ``reason`` is its finish reason."""
+        """A sequence ended by itself; ``reason`` is its finish reason."""
         self._whole.observe(seconds)
         self._finished[reason] += 1
 
     def unfinished(self, reason: str) -> None:
-        """A request was aborted by its client (``abort``) or ended with an ``error``."""
+        """A sequence was aborted by its client (``abort``) or ended with an ``error``."""
         self._finished[reason] += 1
 
     def page(self, scheduler: Mapping[str, Any] | None) -> bytes:
@@ -113,7 +113,7 @@ class GatewayMetrics:
             name + "e2e_request_latency_seconds", "From the request's arrival to its last token", labels
         )
         success = CounterMetricFamily(
-            name + "request_success", "Requests that ended, by how they ended", labels=[*labels, "finished_reason"]
+            name + "request_success", "Sequences that ended, by how they ended", labels=[*labels, "finished_reason"]
         )
         for reason, count in sorted(self._finished.items()):
             success.add_metric([*labels.values(), reason], count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagemill_testing.http_calls import Call
@@ -55,6 +55,18 @@ class Agreement:
                 self.excused.append(f"{what} at token {position} (gap {gap:.1e})")
                 return
         assert len(token_ids) == len(expected.token_ids), f"{what}: {len(token_ids)} tokens, {len(expected.token_ids)}"
+
+    def check_equal(self, equal: bool, least_gap: Callable[[], float], what: str) -> None:
+        """For outputs that are compared as a whole, as those of a beam search.
+
+        Args:
+            least_gap: the closest of the choices that led to the expected output.
+        """
+        self.compared += 1
+        if not equal:
+            gap = least_gap()
+            assert gap < NEAR_TIE, f"{what} differs, though its closest choice is clear by {gap:.4f}"
+            self.excused.append(f"{what} (gap {gap:.1e})")
 
     def conclude(self) -> None:
         """Says how often the exception was used; fails if that is no exception any more."""

@@ -53,7 +53,7 @@ class Call:
         parts = self.choices(index)
         if any("text" in part for part in parts):
             return "".join(part["text"] for part in parts)
-        return "".join((part.get("delta") or part["message"]).get("content") or "" for part in parts)
+        return "".join((part["delta"] if "delta" in part else part["message"]).get("content") or "" for part in parts)
 
     @property
     def token_ids(self) -> list[int]:
@@ -115,9 +115,12 @@ class Caller:
         assert call.future is not None
         call.future.cancel()
 
-    def close(self) -> None:
+    def drop_all(self) -> None:
         for call in self._calls:
             self.drop(call)
+
+    def close(self) -> None:
+        self.drop_all()
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)

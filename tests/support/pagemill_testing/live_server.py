@@ -25,14 +25,19 @@ class LiveServer:
         self.programs = list(programs)
         self.url = ""
         self._callers: list[Caller] = []
+        self._clients: list[httpx.Client] = []
 
     def connect(self, url: str) -> None:
+        """Requests go to ``url`` from now on; those that are open stay where they are."""
         self.url = url
         self._callers.append(Caller(url))
+        self._clients.append(httpx.Client(base_url=url, timeout=30, trust_env=False))
 
     def close(self) -> None:
         for caller in self._callers:
             caller.close()
+        for client in self._clients:
+            client.close()
         for program in self.programs:
             program.close()
 
@@ -48,6 +53,11 @@ class LiveServer:
     def drop(self, call: Call) -> None:
         self._callers[-1].drop(call)
 
+    def drop_all(self) -> None:
+        """Drops whatever is still open."""
+        for caller in self._callers:
+            caller.drop_all()
+
     def ask(self, path: str = COMPLETIONS, **body: Any) -> Call:
         """Sends a request and waits for its good end."""
         return self.finish([self.start(path, **body)])[0]
@@ -58,7 +68,7 @@ class LiveServer:
         return [call.succeeded() for call in calls]
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, trust_env=False)
+        return self._clients[-1].get(path)
 
     def status(self, path: str) -> int | None:
         """Status code of a GET; None when nobody answers."""
@@ -124,6 +134,7 @@ class ServeCommand(LiveServer):
     """``pagemill serve``, on a free port."""
 
     def __init__(self, folder: Path, name: str, **settings: object) -> None:
+        self.folder = folder
         self.serve = Program(folder, name, "serve", port=0, num_threads=1, **settings)
         super().__init__([self.serve])
 
@@ -135,6 +146,10 @@ class ServeCommand(LiveServer):
         assert self.serve.alive, self.tails()
         self.curl = shlex.split(lines()[1])
         self.connect(self.curl[1].partition("/v1/")[0])
+
+    def endpoints(self) -> dict[str, str]:
+        """The inner sockets."""
+        return {side: f"ipc://{next(self.folder.glob(f'pagemill-*/{side}'))}" for side in ("frontend", "backend")}
 
     def parts(self) -> dict[str, int]:
         """Process ids by command."""

@@ -217,13 +217,17 @@ class StubScheduler:
         """The next delivery gets a number but is never sent."""
         self._call(lambda: setattr(self, "_drop_next", 1))
 
+    def begin_epoch(self) -> None:
+        """Welcomes every gateway anew, as after a broken epoch."""
+        self._call(lambda: [self._welcome(route, gateway) for route, gateway in self.gateways.items()])
+
     @property
     def running(self) -> int:
         return sum(len(gateway.running) for gateway in list(self.gateways.values()))
 
     # ------------------------------------------------------------ the thread
 
-    def _call(self, work: Callable[[], None]) -> None:
+    def _call(self, work: Callable[[], object]) -> None:
         done = threading.Event()
         self._calls.append(lambda: (work(), done.set())[0])  # type: ignore[func-returns-value]
         assert done.wait(10)

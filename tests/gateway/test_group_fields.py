@@ -1,0 +1,528 @@
+"""Several sequences per prompt over HTTP, on both endpoints: samples, the best of them, beams; what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pagemill_testing.gateway_server import Stage, stage
+from pagemill_testing.prepared_models import byte_level_bpe, word_pieces
+from pagemill_testing.stub_scheduler import Script
+
+from pagemill_shared.messages import FinishReason, SubmitRequest
+from pagemill_shared.sampling import MAX_SEQUENCES, EarlyStopping
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOKENIZER = byte_level_bpe()
+END = 2
+BOTH = pytest.mark.parametrize("path", [CHAT, TEXT])
+
+
+def ids(text: str) -> list[int]:
+    encoded: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
+    return encoded
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Stage]:
+    with stage() as running:
+        yield running
+
+
+def ask(path: str, **fields: Any) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
+    return prompt | fields
+
+
+def replay(api: Stage, outputs: Sequence[Sequence[int]], **options: Any) -> None:
+    """Answers each request with these outputs, one per sequence."""
+    api.stub.replay([], sequences=outputs, **options)
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text
+
+
+def whole(api: Stage, path: str, **fields: Any) -> dict[str, Any]:
+    response = api.post(path, **ask(path, **fields))
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def streamed(api: Stage, path: str, **fields: Any) -> tuple[dict[int, str], dict[int, dict[str, Any]], list[int]]:
+    """By index the joined text and the last event's choice; and the order of indices."""
+    events = api.events(path, **ask(path, **fields))
+    texts: dict[int, str] = {}
+    endings: dict[int, dict[str, Any]] = {}
+    order = []
+    for event in events:
+        for choice in event["choices"]:
+            index = choice["index"]
+            assert index not in endings, "a piece after the finish reason"
+            order.append(index)
+            piece = choice["text"] if path == TEXT else choice["delta"].get("content", "")
+            texts[index] = texts.get(index, "") + piece
+            if choice["finish_reason"] is not None:
+                endings[index] = choice
+    assert texts.keys() == endings.keys()
+    return texts, endings, order
+
+
+def refusal(api: Stage, path: str, **fields: Any) -> dict[str, Any]:
+    response = api.post(path, **ask(path, **fields))
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+OUTPUTS = ["one fox", "the lazy dog, and on", "a"]
+
+
+# ---------------------------------------------------------------- samples
+
+
+@BOTH
+def test_each_sample_is_a_choice(api: Stage, path: str) -> None:
+    replay(api, [ids(text) for text in OUTPUTS])
+    answer = whole(api, path, n=3)
+    assert [(c["index"], text_of(c), c["finish_reason"]) for c in answer["choices"]] == [
+        (i, text, "length") for i, text in enumerate(OUTPUTS)
+    ]
+    assert all("score" not in choice for choice in answer["choices"])
+    (submitted,) = api.stub.submitted
+    assert (submitted.sampling.n, submitted.sampling.beam_width, submitted.sampling.logprobs) == (3, 0, None)
+    assert answer["usage"]["prompt_tokens"] == len(submitted.prompt_token_ids)
+    assert answer["usage"]["completion_tokens"] == sum(len(ids(text)) for text in OUTPUTS)
+
+
+@BOTH
+def test_streams_of_samples_are_interleaved(api: Stage, path: str) -> None:
+    replay(api, [ids(text) for text in OUTPUTS])
+    texts, endings, order = streamed(api, path, n=3)
+    assert texts == dict(enumerate(OUTPUTS))
+    assert {ending["finish_reason"] for ending in endings.values()} == {"length"}
+    first_end = order.index(2)
+    assert {0, 1, 2} <= set(order[: first_end + 3])
+    if path == CHAT:
+        replay(api, [ids(text) for text in OUTPUTS])
+        deltas = [event["choices"][0] for event in api.events(path, **ask(path, n=3))]
+        roles = [choice["index"] for choice in deltas if "role" in choice["delta"]]
+        assert roles == [0, 1, 2]
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.lists(st.integers(3, TOKENIZER.get_vocab_size() - 1), max_size=12), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_joined_pieces_of_each_choice_are_its_whole_text(
+    api: Stage, outputs: list[list[int]], per_delivery: int, beams: bool
+) -> None:
+    options = {"scores": [-1.0 - i for i in range(len(outputs))]} if beams else {}
+    expected = {i: TOKENIZER.decode(tokens) for i, tokens in enumerate(outputs)}
+    fields = {"n": len(outputs), "use_beam_search": beams}
+    replay(api, outputs, per_delivery=per_delivery, **options)
+    assert streamed(api, TEXT, **fields)[0] == expected
+    replay(api, outputs, per_delivery=per_delivery, **options)
+    assert {c["index"]: text_of(c) for c in whole(api, TEXT, **fields)["choices"]} == expected
+
+
+def by_prompt(submit: SubmitRequest) -> Script:
+    name = TOKENIZER.decode(submit.prompt_token_ids.tolist())
+    return Script(sequences=[ids(f"{name}{i}") for i in range(submit.sampling.n)])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(api: Stage, stream: bool) -> None:
+    api.stub.replay([])
+    api.stub.answer, before = by_prompt, api.stub.answer
+    try:
+        fields = {"prompt": ["A", "B", "C"], "n": 2}
+        if stream:
+            texts = streamed(api, TEXT, **fields)[0]
+        else:
+            answer = whole(api, TEXT, **fields)
+            texts = {choice["index"]: text_of(choice) for choice in answer["choices"]}
+            assert list(texts) == list(range(6))
+            assert answer["usage"]["prompt_tokens"] == 3
+    finally:
+        api.stub.answer = before
+    assert texts == {0: "A0", 1: "A1", 2: "B0", 3: "B1", 4: "C0", 5: "C1"}
+
+
+@BOTH
+def test_as_many_samples_as_there_may_be(api: Stage, path: str) -> None:
+    api.stub.replay(ids("one"))
+    assert [c["index"] for c in whole(api, path, n=MAX_SEQUENCES)["choices"]] == list(range(MAX_SEQUENCES))
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_its_sequence_alone(api: Stage, path: str, stream: bool) -> None:
+    outputs = [ids("one fox, two"), ids("a dog and on and on"), [*ids("the fo"), END]]
+    replay(api, outputs, finishes=[FinishReason.NOT_FINISHED, FinishReason.LENGTH, FinishReason.EOS])
+    kept = next(n for n in range(len(outputs[0])) if "fox" in TOKENIZER.decode(outputs[0][:n]))
+    if stream:
+        texts, endings, _ = streamed(api, path, n=3, stop="fox")
+    else:
+        answer = whole(api, path, n=3, stop="fox")
+        texts = {choice["index"]: text_of(choice) for choice in answer["choices"]}
+        endings = {choice["index"]: choice for choice in answer["choices"]}
+        assert answer["usage"]["completion_tokens"] == kept + len(outputs[1]) + len(outputs[2])
+    assert texts == {0: "one ", 1: "a dog and on and on", 2: "the fo"}
+    assert [endings[i]["finish_reason"] for i in range(3)] == ["stop", "length", "stop"]
+    assert [endings[i]["stop_reason"] for i in range(3)] == ["fox", None, None]
+    handle = api.stub.submitted[0].handle
+    api.stub.wait_for(lambda: api.stub.finished)
+    assert api.stub.finished == [(handle, 0, kept)]
+    assert not api.stub.aborted
+
+
+def test_a_stop_is_told_again_after_a_lost_message(api: Stage) -> None:
+    replay(api, [ids("one fox"), ids("on and on")], finishes=[FinishReason.NOT_FINISHED] * 2)
+    with api.client.stream("POST", TEXT, json=ask(TEXT, n=2, stop="fox", stream=True)) as response:
+        lines = response.iter_lines()
+        while '"stop_reason":"fox"' not in next(lines):
+            pass
+        api.stub.wait_for(lambda: api.stub.finished)
+        first = list(api.stub.finished)
+        api.stub.begin_epoch()
+        api.stub.wait_for(lambda: len(api.stub.finished) > 1)
+        assert api.stub.finished == first * 2
+        assert api.stub.running == 1
+    api.stub.wait_for(lambda: api.stub.aborted)
+
+
+@BOTH
+def test_log_probabilities_belong_to_their_choice(api: Stage, path: str) -> None:
+    outputs = [ids("one fox"), ids("the lazy dog")]
+    replay(api, outputs, logprobs=lambda token: ([token, 70], [-token / 64, -2.0]))
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if path == CHAT else {"logprobs": 1}
+    for choice, tokens in zip(whole(api, path, n=2, **fields)["choices"], outputs, strict=True):
+        if path == CHAT:
+            values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        else:
+            values = choice["logprobs"]["token_logprobs"]
+            assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        assert values == [-token / 64 for token in tokens]
+
+
+def test_token_ids_belong_to_their_choice(api: Stage) -> None:
+    outputs = [ids("one fox"), ids("the lazy dog")]
+    replay(api, outputs)
+    assert [c["token_ids"] for c in whole(api, TEXT, n=2, return_token_ids=True)["choices"]] == outputs
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_the_whole_group(api: Stage, path: str, stream: bool) -> None:
+    replay(api, [ids("one"), ids("two")], finishes=[FinishReason.LENGTH, FinishReason.NOT_FINISHED])
+    with pytest.raises(Exception, match="timed out"):
+        api.client.post(path, json=ask(path, n=2, stream=stream), timeout=1.0)
+    api.stub.wait_for(lambda: api.stub.aborted)
+    assert api.stub.aborted == [api.stub.submitted[0].handle]
+    assert not api.stub.running
+
+
+# ---------------------------------------------------------------- best_of
+
+
+def likely(token: int) -> tuple[list[int], list[float]]:
+    """ " dog" is likelier than others."""
+    return [token], [-0.125 if token in ids(" dog") else -1.0]
+
+
+@BOTH
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_the_best_samples_come_first(api: Stage, path: str, logprobs: bool) -> None:
+    outputs = [ids(" fox fox fox"), ids(" dog dog"), ids(" fox"), ids(" dog")]
+    replay(api, outputs, logprobs=likely)
+    fields: dict[str, Any] = {"logprobs": True if path == CHAT else 0} if logprobs else {}
+    answer = whole(api, path, n=2, best_of=4, **fields)
+    scores = [sum(likely(token)[1][0] for token in tokens) for tokens in outputs]
+    best = sorted(range(4), key=lambda i: -scores[i])[:2]
+    assert [text_of(choice) for choice in answer["choices"]] == [TOKENIZER.decode(outputs[i]) for i in best]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["score"] for choice in answer["choices"]] == [scores[i] for i in best]
+    assert all((choice["logprobs"] is not None) == logprobs for choice in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == sum(map(len, outputs))  # those that are not shown, too
+    (submitted,) = api.stub.submitted
+    assert (submitted.sampling.n, submitted.sampling.logprobs) == (4, 0)
+
+
+def test_what_follows_a_stop_string_does_not_count_for_the_rank(api: Stage) -> None:
+    outputs = [ids(" dog fox fox fox fox"), [*ids(" dog"), *ids(" dog dog dog dog dog dog dog dog dog")]]
+    replay(api, outputs, logprobs=likely, per_delivery=100)
+    choice = whole(api, TEXT, best_of=2, stop=" fox")["choices"][0]
+    kept = next(n for n in range(len(outputs[0])) if " fox" in TOKENIZER.decode(outputs[0][:n]))
+    scores = [sum(likely(t)[1][0] for t in outputs[0][:kept]), sum(likely(t)[1][0] for t in outputs[1])]
+    assert choice["score"] == max(scores)
+    assert choice["text"] == (" dog" if scores[0] > scores[1] else TOKENIZER.decode(outputs[1]))
+
+
+def test_best_of_several_prompts(api: Stage) -> None:
+    replay(api, [ids(" fox"), ids(" dog")], logprobs=likely)
+    choices = whole(api, TEXT, prompt=["A", "B"], best_of=2)["choices"]
+    assert [(choice["index"], choice["text"]) for choice in choices] == [(0, " dog"), (1, " dog")]
+
+
+@BOTH
+def test_as_many_as_are_sampled_are_not_ranked(api: Stage, path: str) -> None:
+    outputs = [ids(" fox"), ids(" dog")]
+    replay(api, outputs)
+    assert streamed(api, path, n=2, best_of=2)[0] == {0: " fox", 1: " dog"}
+    assert api.stub.submitted[0].sampling.logprobs is None
+
+
+# ---------------------------------------------------------------- beams
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [False, True])
+def test_finished_beams_come_best_first_each_in_one_piece(api: Stage, path: str, stream: bool) -> None:
+    outputs = [[*ids("the lazy dog"), END], ids("the fox")]
+    replay(api, outputs, finishes=[FinishReason.EOS, FinishReason.LENGTH], scores=[-0.25, -0.5])
+    fields = {"use_beam_search": True, "n": 2, "beam_width": 4, "max_tokens": 9, "length_penalty": 0.5}
+    if stream:
+        texts, endings, order = streamed(api, path, **fields)
+        assert len(order) == (6 if path == CHAT else 4)
+    else:
+        answer = whole(api, path, **fields)
+        texts = {choice["index"]: text_of(choice) for choice in answer["choices"]}
+        endings = {choice["index"]: choice for choice in answer["choices"]}
+        assert answer["usage"]["completion_tokens"] == sum(map(len, outputs))
+    assert texts == {0: "the lazy dog", 1: "the fox"}
+    assert [(endings[i]["finish_reason"], endings[i]["score"]) for i in range(2)] == [("stop", -0.25), ("length", -0.5)]
+    sampling = api.stub.submitted[0].sampling
+    assert (sampling.n, sampling.beam_width, sampling.length_penalty) == (2, 4, 0.5)
+    assert (sampling.temperature, sampling.early_stopping) == (0.0, EarlyStopping.HEURISTIC)
+
+
+@pytest.mark.parametrize(
+    ("fields", "width"),
+    [
+        ({"beam_width": 3}, 3),
+        ({"best_of": 3}, 3),
+        ({"best_of": 3, "beam_width": 3}, 3),
+        ({"n": 2}, 2),
+        ({"n": 2, "best_of": 5}, 5),
+        ({}, 1),
+        ({"beam_width": 1}, 1),
+        ({"n": 5, "beam_width": 5, "stream": True}, 5),
+        ({"best_of": 4, "stream": True}, 4),
+    ],
+)
+def test_the_width_of_a_beam_search(api: Stage, fields: dict[str, Any], width: int) -> None:
+    api.stub.replay(ids("one"), scores=[-1.0] * 5)
+    assert api.post(TEXT, **ask(TEXT, use_beam_search=True, **fields)).status_code == 200
+    sampling = api.stub.submitted[0].sampling
+    assert (sampling.beam_width, sampling.n) == (width, fields.get("n", 1))
+
+
+@pytest.mark.parametrize(
+    ("value", "meaning"),
+    [
+        (True, EarlyStopping.WHEN_FULL),
+        (False, EarlyStopping.HEURISTIC),
+        (None, EarlyStopping.HEURISTIC),
+        ("never", EarlyStopping.NEVER),
+    ],
+)
+def test_when_a_beam_search_stops(api: Stage, value: Any, meaning: EarlyStopping) -> None:
+    api.stub.replay(ids("one"), scores=[-1.0])
+    whole(api, TEXT, use_beam_search=True, best_of=2, early_stopping=value)
+    assert api.stub.submitted[0].sampling.early_stopping == meaning
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_finished_beam_is_cut_at_its_first_stop_string(api: Stage, stream: bool, include: bool) -> None:
+    outputs = [ids("one ### two ### three"), ids("four five")]
+    replay(api, outputs, scores=[-0.5, -1.0])
+    fields = {
+        "use_beam_search": True, "n": 2, "max_tokens": 30, "stop": ["###"], "early_stopping": True,
+        "include_stop_str_in_output": include,
+    }  # fmt: skip
+    if stream:
+        texts, endings, _ = streamed(api, TEXT, **fields)
+    else:
+        answer = whole(api, TEXT, **fields, logprobs=None)
+        texts = {choice["index"]: text_of(choice) for choice in answer["choices"]}
+        endings = {choice["index"]: choice for choice in answer["choices"]}
+        kept = next(n for n in range(len(outputs[0])) if "###" in TOKENIZER.decode(outputs[0][:n]))
+        assert answer["usage"]["completion_tokens"] == kept + len(outputs[1])
+    assert texts == {0: "one ###" if include else "one ", 1: "four five"}
+    assert (endings[0]["finish_reason"], endings[0]["stop_reason"]) == ("stop", "###")
+    assert endings[1]["finish_reason"] == "length"
+    api.stub.wait_for(lambda: not api.stub.running)
+    assert not api.stub.finished  # the search is over: there is nothing to end
+    assert not api.stub.aborted
+
+
+def test_log_probabilities_of_beams(api: Stage) -> None:
+    outputs = [ids("the lazy dog"), ids("the fox")]
+    replay(api, outputs, scores=[-0.5, -1.0], logprobs=lambda token: ([token, 70], [-token / 64, -2.0]))
+    for choice, tokens in zip(whole(api, TEXT, use_beam_search=True, n=2, logprobs=1)["choices"], outputs, strict=True):
+        assert choice["logprobs"]["token_logprobs"] == [-token / 64 for token in tokens]
+    assert api.stub.submitted[0].sampling.logprobs == 1
+
+
+def test_a_score_that_json_cannot_say(api: Stage) -> None:
+    api.stub.replay(ids("one"), scores=[float("-inf")])
+    assert whole(api, TEXT, use_beam_search=True, best_of=2)["choices"][0]["score"] == -9999.0
+
+
+def test_what_the_model_suggests_for_samples_is_not_for_beams() -> None:
+    suggested = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    with stage({"generation_config": suggested}) as api:
+        api.stub.replay(ids("one"), scores=[-1.0])
+        whole(api, TEXT, use_beam_search=True, best_of=2, seed=5, temperature=0, top_p=1, top_k=-1, min_p=0)
+        whole(api, TEXT, use_beam_search=True, best_of=2)
+        for submitted in api.stub.submitted:
+            sampling = submitted.sampling
+            assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.0, 1.0, 0, 0.0)
+            assert sampling.repetition_penalty == 1.1
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "param", "numbers"),
+    [
+        ({"n": 0}, "n", ["0"]),
+        ({"n": MAX_SEQUENCES + 1}, "n", [str(MAX_SEQUENCES), str(MAX_SEQUENCES + 1)]),
+        ({"n": "2"}, "n", ["2"]),
+        ({"n": True}, "n", []),
+        ({"n": 1.5}, "n", ["1.5"]),
+        ({"best_of": 0}, "best_of", ["0"]),
+        ({"best_of": MAX_SEQUENCES + 1}, "best_of", [str(MAX_SEQUENCES)]),
+        ({"n": 3, "best_of": 2}, "best_of", ["3", "2"]),
+        ({"n": 2, "best_of": 3, "stream": True}, "best_of", ["2", "3"]),
+        ({"beam_width": 4}, "beam_width", ["4"]),
+        ({"length_penalty": 0.5}, "length_penalty", ["0.5"]),
+        ({"length_penalty": 0}, "length_penalty", ["0"]),
+        ({"early_stopping": True}, "early_stopping", []),
+        ({"early_stopping": "never"}, "early_stopping", []),
+        ({"use_beam_search": "yes"}, "use_beam_search", []),
+        ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping", []),
+        ({"use_beam_search": True, "early_stopping": 1}, "early_stopping", []),
+        ({"use_beam_search": True, "beam_width": 0}, "beam_width", ["0"]),
+        ({"use_beam_search": True, "beam_width": MAX_SEQUENCES + 1}, "beam_width", [str(MAX_SEQUENCES)]),
+        ({"use_beam_search": True, "beam_width": 3, "best_of": 4}, "beam_width", ["3", "4"]),
+        ({"use_beam_search": True, "beam_width": 2, "n": 3}, "n", ["2", "3"]),
+        ({"use_beam_search": True, "best_of": 2, "n": 3}, "best_of", ["2", "3"]),
+        ({"use_beam_search": True, "length_penalty": 100}, "length_penalty", ["100"]),
+        ({"use_beam_search": True, "length_penalty": "x"}, "length_penalty", []),
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature", ["0.5"]),
+        ({"use_beam_search": True, "top_p": 0.9}, "top_p", ["0.9"]),
+        ({"use_beam_search": True, "top_k": 5}, "top_k", ["5"]),
+        ({"use_beam_search": True, "min_p": 0.5}, "min_p", ["0.5"]),
+        ({"priority": 2**31}, "priority", [str(2**31 - 1)]),
+        ({"priority": 0.5}, "priority", ["0.5"]),
+        ({"cache_salt": ""}, "cache_salt", []),
+        ({"cache_salt": 5}, "cache_salt", ["5"]),
+        ({"cache_salt": "x" * 257}, "cache_salt", ["256"]),
+    ],
+)  # fmt: skip
+def test_groups_that_are_refused(api: Stage, path: str, fields: dict[str, Any], param: str, numbers: list[str]) -> None:
+    error = refusal(api, path, **fields)
+    assert error["param"] == param
+    assert error["code"] == "invalid_value"
+    assert param in error["message"]
+    assert all(number in error["message"] for number in numbers), error["message"]
+
+
+@BOTH
+def test_what_asks_for_one_sample_is_accepted(api: Stage, path: str) -> None:
+    api.stub.replay(ids("one"))
+    neutral = {"best_of": 1, "beam_width": 1, "length_penalty": 1.0, "early_stopping": False, "use_beam_search": False}
+    assert len(whole(api, path, n=1, **neutral)["choices"]) == 1
+
+
+def test_more_choices_than_one_request_may_have(api: Stage) -> None:
+    error = refusal(api, TEXT, prompt=["x"] * 64, n=65)
+    assert error["param"] == "n"
+    assert all(number in error["message"] for number in ("64", "65", "4160", "4096"))
+    error = refusal(api, TEXT, prompt=["x"] * 64, best_of=65)
+    assert error["param"] == "best_of"
+
+
+def test_more_beams_than_the_vocabulary_has_tokens() -> None:
+    with stage({"tokenizer": word_pieces(), "bos_token": None, "eos_token_ids": []}) as api:
+        error = refusal(api, TEXT, prompt=[1, 2], use_beam_search=True, beam_width=11)
+        assert error["param"] == "beam_width"
+        assert "11" in error["message"]
+        assert "10" in error["message"]
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "reported", "param"),
+    [
+        ({"n": 4}, "n", "n"),
+        ({"n": 4, "best_of": 4}, "n", "best_of"),
+        ({"use_beam_search": True, "best_of": 4}, "beam_width", "best_of"),
+        ({"use_beam_search": True, "beam_width": 4}, "beam_width", "beam_width"),
+        ({"use_beam_search": True, "n": 4}, "beam_width", "n"),
+    ],
+)
+def test_a_group_that_the_workers_can_never_run(
+    api: Stage, path: str, stream: bool, fields: dict[str, Any], reported: str, param: str
+) -> None:
+    message = "4 sequences at once were asked for, but a worker runs at most 2"
+    api.stub.replay([], failure=("too_many_sequences", message, reported))
+    error = refusal(api, path, stream=stream, **fields)
+    assert (error["code"], error["param"], error["message"]) == ("too_many_sequences", param, f"{param}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reported", "param"),
+    [
+        ({}, "prompt", "messages"),
+        ({}, "max_tokens", "messages"),
+        ({"max_tokens": 5}, "max_tokens", "max_tokens"),
+        ({"max_completion_tokens": 5}, "max_tokens", "max_completion_tokens"),
+    ],
+)
+def test_a_refusal_in_the_names_of_a_chat(api: Stage, fields: dict[str, Any], reported: str, param: str) -> None:
+    api.stub.replay([], failure=("context_length_exceeded", "too long: 5 of 4", reported))
+    assert refusal(api, CHAT, **fields)["param"] == param
+
+
+# ---------------------------------------------------------------- priority and cache
+
+
+@BOTH
+def test_priority_and_salt_reach_the_scheduler(api: Stage, path: str) -> None:
+    api.stub.replay(ids("one"))
+    whole(api, path, priority=-(2**31), cache_salt="mine")
+    whole(api, path)
+    first, second = api.stub.submitted
+    assert (first.priority, first.cache_salt) == (-(2**31), "mine")
+    assert (second.priority, second.cache_salt) == (0, "")
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [False, True])
+def test_cached_tokens_show_once_for_each_prompt(api: Stage, path: str, stream: bool) -> None:
+    api.stub.replay(ids("one"))
+    api.stub.cached_tokens = 16
+    try:
+        if stream:
+            usage = api.events(path, **ask(path, n=3, stream_options={"include_usage": True}))[-1]["usage"]
+        else:
+            usage = whole(api, path, n=3)["usage"]
+    finally:
+        api.stub.cached_tokens = 0
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
+    assert usage["completion_tokens"] == 3 * len(ids("one"))
