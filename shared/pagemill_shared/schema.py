@@ -202,6 +202,7 @@ class Layout:
         names = [name for name, _ in fields]
         # One call for all fields, then one for each that needs packing: this is on the path of every iteration.
         self._get: Callable[[Any], tuple[Any, ...]] = attrgetter(*names) if len(names) > 1 else _getter(names)
+        self.unpackers = tuple(kind.unpack for _, kind in fields)
         self._packers = tuple((i, kind.pack) for i, (_, kind) in enumerate(fields) if not kind.as_is)
 
     def pack(self, value: Any) -> list[Any]:
@@ -231,13 +232,20 @@ def layout_of(cls: type) -> Layout:
 def unpack_fields(cls: type, layout: Layout, raw: list[Any]) -> list[Any]:
     if len(raw) != len(layout.fields):
         raise ProtocolError(f"{cls.__name__} has {len(layout.fields)} fields, got {len(raw)}")
-    values = []
+    try:
+        return [unpack(item) for unpack, item in zip(layout.unpackers, raw, strict=True)]
+    except ProtocolError:
+        raise _blamed(cls, layout, raw) from None
+
+
+def _blamed(cls: type, layout: Layout, raw: list[Any]) -> ProtocolError:
+    """The error of the first field that is wrong, with its name. Only looked for once it is known that there is one."""
     for (name, kind), item in zip(layout.fields, raw, strict=True):
         try:
-            values.append(kind.unpack(item))
+            kind.unpack(item)
         except ProtocolError as error:
-            raise ProtocolError(f"{cls.__name__}.{name}: {error.reason}") from None
-    return values
+            return ProtocolError(f"{cls.__name__}.{name}: {error.reason}")
+    raise AssertionError(f"{cls.__name__}: no field is wrong")
 
 
 class Message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pagemill_scheduler.gateway import GatewayState
 
 
-class Status(Enum):
+class Status(StrEnum):
     """Where a request stands. ``TRANSITIONS`` lists the legal moves."""
 
     WAITING = "waiting"

@@ -67,9 +67,8 @@ class Notes:
     def left(self, slot: int) -> None:
         """The slot has become empty. What the worker never heard of need not be taken back."""
         self.chosen.pop(slot, None)
-        told_of = [fork for fork in self.forks if fork[1] != slot]
-        if len(told_of) < len(self.forks):
-            self.forks = told_of
+        if any(child == slot for _, child, _ in self.forks):
+            self.forks = [fork for fork in self.forks if fork[1] != slot]
         else:
             self.released.append(slot)
 
