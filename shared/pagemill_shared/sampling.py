@@ -82,7 +82,7 @@ class SamplingParams(Message):
     logprobs: Annotated[int | None, Optional(Int(0, MAX_LOGPROBS))] = None
     n: Annotated[int, Int(1, MAX_SEQUENCES)] = 1
     beam_width: Annotated[int, Int(0, MAX_SEQUENCES)] = 0
-    length_penalty: Annotated[float, Float(-100.0, 100.0)] = 1.0
+    length_penalty: Annotated[float, Float(-5.0, 5.0)] = 1.0
     early_stopping: Annotated[int, Int(0, 2)] = 0
 
     @property

@@ -136,15 +136,18 @@ def test_joined_pieces_of_each_choice_are_its_whole_text(
 
 def by_prompt(submit: SubmitRequest) -> Script:
     name = TOKENIZER.decode(submit.prompt_token_ids.tolist())
-    return Script(sequences=[ids(f"{name}{i}") for i in range(submit.sampling.n)])
+    count = submit.sampling.n
+    scores = [-1.0] * count if submit.sampling.beam_width else []
+    return Script(sequences=[ids(f"{name}{i}") for i in range(count)], scores=scores)
 
 
+@pytest.mark.parametrize("beams", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(api: Stage, stream: bool) -> None:
+def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(api: Stage, stream: bool, beams: bool) -> None:
     api.stub.replay([])
     api.stub.answer, before = by_prompt, api.stub.answer
     try:
-        fields = {"prompt": ["A", "B", "C"], "n": 2}
+        fields = {"prompt": ["A", "B", "C"], "n": 2, "use_beam_search": beams}
         if stream:
             texts = streamed(api, TEXT, **fields)[0]
         else:

@@ -14,7 +14,7 @@ import numpy as np
 import pagemill_testing
 import pytest
 import zmq
-from pagemill_testing.fake_worker import expected_output
+from pagemill_testing.hash_model import expected_output
 from pagemill_testing.live_gateway import Answer, LiveGateway
 from pagemill_testing.sockets import PATIENCE, ipc_folder, wait_until
 

@@ -138,6 +138,7 @@ def start(state: State, worker: WorkerState, request: Request, taken: Demand, no
         worker.table.cached[join.slot] = join.computed
         state.counters.prefix_hits += join.computed
     if not request.forked and request.beams is None:
+        worker.table.expect_forks(request.unfinished[0].slot, True)
         for sequence in request.unfinished[1:]:
             worker.table.reserve(sequence)
             worker.table.cached[sequence.slot] = request.cached_tokens

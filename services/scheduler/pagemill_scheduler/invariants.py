@@ -69,6 +69,7 @@ def _check_rows(worker: WorkerState) -> None:
     _require(sum(seats.values()) == worker.seats_taken, f"{name}: seats {seats} are not {worker.seats_taken}")
     _require(int((table.gate >= 0).sum()) == table.num_gates, f"{name}: gates miscounted")
     _require(int(table.beam.sum()) == table.num_beams, f"{name}: beams miscounted")
+    _require(int(table.forks.sum()) == table.num_forks, f"{name}: rows that others fork from miscounted")
     for slot in table.slots().tolist():
         sequence = table.sequence(slot)
         request = sequence.request

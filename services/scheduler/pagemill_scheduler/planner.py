@@ -91,7 +91,7 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Slots, Slots]:
         # A row whose last token is already on its way (pending up to its limit) sits this plan out, and so does a
         # beam whose step is out: all beams of a request step together.
         ready = (length - computed == 1) & (length < table.limit[slots])
-        if table.num_beams or table.num_gates:
+        if table.num_beams or table.num_forks or table.num_gates:
             ready = _hold_back(worker, slots, ready)
         rows = slots[ready]
         # A row that is ready has blocks for all that is computed, and none after the one that it writes to.
@@ -108,11 +108,12 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Slots, Slots]:
 
 
 def _hold_back(worker: WorkerState, slots: Slots, ready: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """``ready`` without rows at a closed gate, and without beams whose request has a beam that is not ready."""
+    """``ready`` without rows that others fork from or that stand at a closed gate, and without beams whose request has
+    a beam that is not ready."""
     table = worker.table
     for slot in np.flatnonzero(table.gate >= 0).tolist():
         table.gated(slot)
-    ready = ready & (table.gate[slots] < 0) & ~(table.beam[slots] & (table.pending[slots] > 0))
+    ready = ready & ~table.forks[slots] & (table.gate[slots] < 0) & ~(table.beam[slots] & (table.pending[slots] > 0))
     beam, request = table.beam[slots], table.arrival[slots]
     lagging = np.unique(request[beam & ~ready])
     return ready & ~(beam & np.isin(request, lagging))
@@ -148,11 +149,11 @@ def _copy_on_write(state: State, worker: WorkerState, slot: int, draft: Draft) -
 
 
 def _prefilling(worker: WorkerState) -> list[int]:
-    """Slots with more than one known token to compute, first to be served first."""
+    """Slots with known tokens to compute, more than the one of a decode row; first to be served first."""
     table = worker.table
     slots = table.slots()
     left = table.length[slots] + table.pending[slots] - table.computed[slots]
-    ordered: list[int] = table.ordered(slots[left > 1]).tolist()
+    ordered: list[int] = table.ordered(slots[(left > 1) | table.forks[slots]]).tolist()
     return ordered
 
 
@@ -190,6 +191,7 @@ def _sample_after_prompt(worker: WorkerState, slot: int, draft: Draft) -> int:
                 worker.pool.share(table.blocks_of(slot))
                 worker.notes.forks.append((slot, sibling.slot, sibling.index))
                 slots.append(sibling.slot)
+        table.expect_forks(slot, False)
         request.forked = True
     for sampling in slots:
         table.pending[sampling] += 1

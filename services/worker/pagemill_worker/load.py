@@ -53,7 +53,8 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
             f"{memory.free_memory(device) / memory.GIB:.2f} GiB of free memory on {device}"
         ) from None
     cache = _cache(settings, model, dtype, device, report)
-    runner = Runner(model, cache, select_kernels(device), max_model_len, device)
+    kernels = select_kernels(device, settings.cache_dir, lambda text: report(text, None))
+    runner = Runner(model, cache, kernels, max_model_len, device)
     measure.decode_seconds(runner, 1)  # warms up
     runner.threads = _threads(settings.num_threads, runner, device, report)
     prefill = measure.prefill_rate(runner)

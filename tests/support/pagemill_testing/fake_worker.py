@@ -1,76 +1,25 @@
 """A worker without a model that notices every mistake in a plan.
 
-Its "model" is a hash: the next token is a function of all tokens before it. Its KV cache remembers, for each slot of
-each physical block, the hash of the tokens up to there; computing a position reads all earlier positions through
-the block table and compares. So a block that was freed too early, copied wrongly or shared by mistake shows up as a
-wrong read in the very step in which it happens.
+Its model is ``hash_model``. Its KV cache remembers, for each slot of each physical block, the hash of the tokens up to
+there; computing a position reads all earlier positions through the block table and compares. So a block that was freed
+too early, copied wrongly or shared by mistake shows up as a wrong read in the very step in which it happens.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
-from pagemill_scheduler.beams import BeamSearch, Candidates
 from pagemill_shared.messages import IterationPlan, IterationResult, RowFault, TokenLogprobs, WorkerHello, WorkerWelcome
 from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.schema import Float32Array, Int32Array
+from pagemill_testing.hash_model import START, best_candidates, extend, next_token
 
-
-def prefix_hash(tokens: list[int]) -> int:
-    return int.from_bytes(hashlib.blake2b(np.array(tokens, np.int32).tobytes(), digest_size=8).digest(), "big")
-
-
-def _draw(*parts: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
-
-
-def next_token(tokens: list[int], sampling: SamplingParams, sequence: int, vocab_size: int) -> int:
-    """The hash model's choice: greedy at temperature 0, otherwise also a function of seed, sequence and position."""
-    draw = (sampling.seed, sequence) if sampling.temperature > 0 else (0, 0)
-    return _draw(prefix_hash(tokens), draw) % vocab_size
-
-
-def best_candidates(tokens: list[int], count: int, vocab_size: int) -> Candidates:
-    """The hash model's ``count`` most likely continuations of a beam, best first."""
-    prefix = prefix_hash(tokens)
-    found: dict[int, None] = {}
-    attempt = 0
-    while len(found) < count:
-        found[_draw(prefix, attempt) % vocab_size] = None
-        attempt += 1
-    steps = [1 + _draw(prefix, token, "value") % 64 for token in found]
-    values = -np.cumsum(np.array(steps, np.float32)) / np.float32(64)
-    return Candidates(np.array(list(found), np.int32), values.astype(np.float32))
-
-
-def expected_output(prompt: list[int], sampling: SamplingParams, vocab_size: int, sequence: int = 0) -> list[int]:
-    """What a sampled sequence must produce, whatever happens to it on the way."""
-    tokens = list(prompt)
-    ends = sampling.end_token_ids.tolist()
-    while len(tokens) - len(prompt) < sampling.max_tokens:
-        token = next_token(tokens, sampling, sequence, vocab_size)
-        tokens.append(token)
-        if token in ends and len(tokens) - len(prompt) >= sampling.min_tokens:
-            break
-    return tokens[len(prompt) :]
-
-
-def expected_outputs(prompt: list[int], sampling: SamplingParams, vocab_size: int) -> list[list[int]]:
-    """What every sequence of a request must produce: parallel samples, or the hypotheses of a beam search."""
-    if not sampling.beam_width:
-        return [expected_output(prompt, sampling, vocab_size, index) for index in range(sampling.n)]
-    beams = BeamSearch(sampling)
-    outputs = [np.zeros(0, np.int32)]
-    while not beams.done:
-        candidates = [
-            best_candidates([*prompt, *output.tolist()], sampling.num_candidates, vocab_size) for output in outputs
-        ]
-        steps = beams.advance(candidates, outputs, [[] for _ in outputs])
-        outputs = [np.append(outputs[step.parent], np.int32(step.token)).astype(np.int32) for step in steps]
-    return [hypothesis.tokens.tolist() for hypothesis in beams.hypotheses[: sampling.n]]
+TAINTED = -1
+"""Stands for keys and values that are not numbers."""
+_NOTHING = -2
 
 
 class PlanError(AssertionError):
@@ -79,12 +28,27 @@ class PlanError(AssertionError):
 
 @dataclass
 class FakeRow:
+    """
+    Attributes:
+        hashes: of the tokens up to each position.
+        failed: it could not be sampled, so there is no token to go on with until its slot is released.
+    """
+
     tokens: list[int]
     prompt_length: int
     computed: int
     blocks: list[int]
     sampling: SamplingParams
     sequence: int
+    hashes: list[int] = field(init=False)
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.hashes = list(accumulate(self.tokens, extend, initial=START))[1:]
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.hashes.append(extend(self.hashes[-1], token))
 
 
 def worker_hello(identity: str = "w", **changes: object) -> WorkerHello:
@@ -113,18 +77,25 @@ class FakeWorker:
 
     Attributes:
         faulty: prompts (as tuples) whose rows fail.
+        sound_samples: when it is not None, after so many more sampling rows one of them fails. What it wrote is
+            tainted, and so is whatever is computed from that.
+        faults: rows that failed so far.
+        plans: the plans carried out, if a list is put here.
     """
 
     hello: WorkerHello
     epoch: int = 0
     iteration: int = 0
     rows: dict[int, FakeRow] = field(default_factory=dict)
-    cache: dict[int, dict[int, int]] = field(default_factory=dict)
-    host: dict[int, dict[int, int]] = field(default_factory=dict)
+    cache: dict[int, list[int]] = field(default_factory=dict)
+    host: dict[int, list[int]] = field(default_factory=dict)
     seats: int = 0
     budget: int = 0
     computed_tokens: int = 0
     faulty: set[tuple[int, ...]] = field(default_factory=set)
+    sound_samples: int | None = None
+    faults: int = 0
+    plans: list[IterationPlan] | None = None
 
     def begin(self, welcome: WorkerWelcome) -> None:
         self.epoch, self.iteration = welcome.epoch, 0
@@ -140,6 +111,8 @@ class FakeWorker:
         """
         self._require(plan.epoch == self.epoch and plan.iteration == self.iteration + 1, "plan out of turn")
         self.iteration += 1
+        if self.plans is not None:
+            self.plans.append(plan)
         self._update_rows(plan)
         self._move_blocks(plan)
         tokens: list[int] = []
@@ -151,39 +124,55 @@ class FakeWorker:
         works = [(int(slot), -1, 1, 1) for slot in plan.decode_rows]
         works += [tuple(int(v) for v in chunk) for chunk in plan.prefill_chunks]
         self._require(len({w[0] for w in works}) == len(works), "a slot runs twice in one plan")
+        owners: dict[int, list[FakeRow]] = {}
+        for row in self.rows.values():
+            for block in row.blocks:
+                owners.setdefault(block, []).append(row)
         for slot, start, count, _ in works:
             self._require(slot in self.rows, f"slot {slot} is empty")
             row = self.rows[slot]
+            total += count
+            if row.failed:
+                continue
             if start >= 0:
                 self._require(start == row.computed, f"slot {slot}: chunk starts at {start}, computed {row.computed}")
             else:
                 self._require(row.computed == len(row.tokens) - 1, f"slot {slot}: decode row has work left")
-            self._write(slot, row, count, written)
-            total += count
+            self._write(slot, row, count, written, owners)
         for slot, _, count, samples in works:  # attention comes after all rows have written
             row = self.rows[slot]
-            row.computed += count
-            self._read(slot, row)
+            sound = not row.failed
+            if sound:
+                row.computed += count
+                sound = self._read(slot, row)
+                if not sound:
+                    self._taint(row, count)
             if not samples:
                 continue
-            self._require(row.computed == len(row.tokens), f"slot {slot}: samples too early")
+            self._require(row.failed or row.computed == len(row.tokens), f"slot {slot}: samples too early")
             children = [child for parent, child, _ in plan.forks.tolist() if parent == slot]
             beam = row.sampling.beam_width
             self._require(samples == 1 + (0 if beam else len(children)), f"slot {slot}: {samples} samples")
-            if tuple(row.tokens[: row.prompt_length]) in self.faulty:
+            if not sound or self._fails(row):
+                if not row.failed:
+                    self._taint(row, count)
+                self.faults += 1
+                for target in [slot, *children]:
+                    self.rows[target].failed = True
                 faults.append(RowFault(slot, "nan", "logits are not finite"))
                 tokens += [-1] * samples
                 continue
             if beam:
-                best = best_candidates(row.tokens, row.sampling.num_candidates, self.hello.vocab_size)
+                best = best_candidates(row.hashes[-1], row.sampling.num_candidates, self.hello.vocab_size)
                 candidates.append((len(tokens), best.token_ids, best.values))
                 tokens.append(int(best.token_ids[0]))
                 continue
+            prefix = row.hashes[-1]
             for target in [slot, *children]:
                 sampled = self.rows[target]
                 sampled.computed = row.computed
-                token = next_token(row.tokens[: row.computed], row.sampling, sampled.sequence, self.hello.vocab_size)
-                sampled.tokens.append(token)
+                token = next_token(prefix, row.sampling, sampled.sequence, self.hello.vocab_size)
+                sampled.append(token)
                 if row.sampling.logprobs is not None:
                     value = np.array([-len(sampled.tokens)], np.float32)
                     entries.append((len(tokens), np.array([token], np.int32), value))
@@ -238,7 +227,7 @@ class FakeWorker:
             self._require(
                 row.sampling.beam_width and row.computed == len(row.tokens), f"slot {slot}: token out of turn"
             )
-            row.tokens.append(token)
+            row.append(token)
 
     def _move_blocks(self, plan: IterationPlan) -> None:
         for name in ("swap_out", "swap_in", "block_copies"):
@@ -248,14 +237,16 @@ class FakeWorker:
         self._require(not sources & targets, "a copied block is source and destination")
         for device, host in plan.swap_out.tolist():
             self._require(0 <= host < self.hello.num_swap_blocks, f"host block {host}")
-            self.host[host] = dict(self.cache.get(device, {}))
+            self.host[host] = list(self.cache.get(device, ()))
         for host, device in plan.swap_in.tolist():
             self._require(host in self.host, f"host block {host} holds nothing")
-            self.cache[device] = dict(self.host[host])
+            self.cache[device] = list(self.host[host])
         for source, target in plan.block_copies.tolist():
-            self.cache[target] = dict(self.cache.get(source, {}))
+            self.cache[target] = list(self.cache.get(source, ()))
 
-    def _write(self, slot: int, row: FakeRow, count: int, written: set[tuple[int, int]]) -> None:
+    def _write(
+        self, slot: int, row: FakeRow, count: int, written: set[tuple[int, int]], owners: dict[int, list[FakeRow]]
+    ) -> None:
         size = self.hello.block_size
         for position in range(row.computed, row.computed + count):
             self._require(position < len(row.tokens), f"slot {slot}: token {position} is not known")
@@ -263,20 +254,42 @@ class FakeWorker:
             block, offset = row.blocks[position // size], position % size
             self._require((block, offset) not in written, f"slot {slot}: block {block} is written to by two rows")
             written.add((block, offset))
-            value = prefix_hash(row.tokens[: position + 1])
-            for other in self.rows.values():
+            value = row.hashes[position]
+            for other in owners[block]:
                 # A block that others share holds what they expect there, or this very plan makes it so.
-                if other is not row and position < other.computed and block in other.blocks:
-                    wanted = prefix_hash(other.tokens[: position + 1])
-                    self._require(value == wanted, f"slot {slot}: overwrites block {block} of slot {other}")
-            self.cache.setdefault(block, {})[offset] = value
+                if other is not row and position < other.computed:
+                    self._require(value == other.hashes[position], f"slot {slot}: overwrites block {block} of another")
+            held = self.cache.setdefault(block, [])
+            held.extend([_NOTHING] * (offset + 1 - len(held)))
+            held[offset] = value
 
-    def _read(self, slot: int, row: FakeRow) -> None:
+    def _fails(self, row: FakeRow) -> bool:
+        if self.sound_samples is not None:
+            self.sound_samples -= 1
+            if self.sound_samples < 0:
+                self.sound_samples = None
+                return True
+        return tuple(row.tokens[: row.prompt_length]) in self.faulty
+
+    def _taint(self, row: FakeRow, count: int) -> None:
+        """The ``count`` positions that the row has just computed are not numbers."""
         size = self.hello.block_size
-        for position in range(row.computed):
-            found = self.cache.get(row.blocks[position // size], {}).get(position % size)
-            wanted = prefix_hash(row.tokens[: position + 1])
-            self._require(found == wanted, f"slot {slot}: position {position} reads another sequence's keys")
+        for position in range(row.computed - count, row.computed):
+            self.cache[row.blocks[position // size]][position % size] = TAINTED
+
+    def _read(self, slot: int, row: FakeRow) -> bool:
+        """Compare all that the row attends to; False if something there is tainted."""
+        size = self.hello.block_size
+        sound = True
+        for start in range(0, row.computed, size):
+            wanted = row.hashes[start : min(start + size, row.computed)]
+            found = self.cache.get(row.blocks[start // size], [])[: len(wanted)]
+            if found == wanted:
+                continue
+            right = len(found) == len(wanted) and all(f in (w, TAINTED) for f, w in zip(found, wanted, strict=True))
+            self._require(right, f"slot {slot}: reads another sequence's keys in positions {start}…")
+            sound = False
+        return sound
 
     def _require(self, condition: object, message: str) -> None:
         if not condition:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from pagemill_scheduler.config import CoreConfig
 from pagemill_scheduler.core import SchedulerCore
 from pagemill_scheduler.events import Action, Event, Log, Peer, Received, Send, SendFailed, Stop, Tick
+from pagemill_scheduler.state import State
 from pagemill_shared.codec import decode, encode
 from pagemill_shared.messages import (
     AbortRequest,
@@ -249,6 +251,7 @@ class Simulation:
         self.outbox: deque[tuple[Peer, Message]] = deque()
         self.logs: list[Log] = []
         self.stopped = False
+        self.events = 0
         self.gone: set[Peer] = set()
 
     def add_gateway(self, name: str = "g") -> FakeGateway:
@@ -283,6 +286,7 @@ class Simulation:
 
     def handle(self, event: Event) -> None:
         failed: list[Peer] = []
+        self.events += 1
         for action in self.core.handle(event):
             self._act(action, failed)
         for peer in failed:
@@ -311,12 +315,18 @@ class Simulation:
                 return round_
         raise AssertionError(f"still busy after {steps} rounds")
 
-    def beat(self, seconds: float = 0.5) -> None:
-        """Time passes, with heartbeats from everybody."""
+    def beat(self, seconds: float = 0.5, silent: Collection[Peer] = ()) -> None:
+        """Time passes, with heartbeats from everybody but ``silent``."""
         self.now += seconds
         for peer in [*self.gateways.values(), *self.workers.values()]:
-            peer.heartbeat()
+            if peer.peer not in silent:
+                peer.heartbeat()
         self.tick()
+
+    @property
+    def state(self) -> State:
+        """What the core knows, to be looked at."""
+        return self.core._state
 
     def snapshot(self) -> dict[str, object]:
         return self.core.snapshot(self.now)

@@ -1,0 +1,257 @@
+"""The Triton kernels as a `Kernels`: launches, and the arrays of one iteration on the device.
+
+Nothing here waits for the device: the arrays of an iteration go up from page-locked memory, in order with the launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagemill_kernels.gpu import attention, blocks, write
+from pagemill_kernels.gpu.tiles import Tile, chunk_tile, decode_tile, power_of_two
+from pagemill_kernels.gpu.work import Packed, Rows, Work, plan_work
+from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WRITE_ELEMENTS = 1024
+"""Elements of queries, keys and values that one program of the write kernel takes."""
+COPY_WORDS = 4096
+"""4-byte words of a block that one program copies."""
+REDUCED_AT_ONCE = 16
+"""Partial results that one round of a reduction loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of the attention kernel and, where ranges were split, of its reduction.
+
+    Attributes:
+        items, reductions: on the device; see `Work`.
+        partial, partial_lse: [P, KV, rows, D] and [P, KV, rows] float32; all layers use them one after another.
+    """
+
+    tile: Tile
+    items: Tensor
+    reductions: Tensor
+    most_tokens: int
+    partial: Tensor
+    partial_lse: Tensor
+
+
+@dataclass(slots=True)
+class TritonStep:
+    """What TritonKernels prepares for an iteration.
+
+    Attributes:
+        slots: [T] int32 on the device.
+        tables: [R, W] int32 on the device.
+        launches: by window and query heads per key/value head; layers that have both in common share them.
+    """
+
+    batch: AttentionBatch
+    slots: Tensor
+    tables: Tensor
+    launches: dict[tuple[int | None, int], list[Launch]] = field(default_factory=dict)
+
+
+class TritonKernels(Kernels[TritonStep]):
+    """Triton, on NVIDIA GPUs of compute capability 8.0 and above; float16, bfloat16 and float32.
+
+    Args:
+        num_processors: streaming multiprocessors of the device, which the number of split key ranges depends on.
+    """
+
+    name = "triton"
+
+    def __init__(self, num_processors: int) -> None:
+        super().__init__()
+        self._num_processors = num_processors
+
+    @classmethod
+    def on(cls, device: torch.device) -> TritonKernels:
+        """The kernels for a CUDA device."""
+        return cls(torch.cuda.get_device_properties(device).multi_processor_count)
+
+    def prepare(self, batch: AttentionBatch, cache: Tensor) -> TritonStep:
+        if cache.shape[0] * cache.shape[3] >= 2**31:
+            raise ValueError(f"a cache of {cache.shape[0]} blocks of {cache.shape[3]} slots has more than 2^31 slots")
+        tokens, (rows, width) = batch.slot_mapping.numel(), batch.block_tables.shape
+        both = torch.cat((batch.slot_mapping, batch.block_tables.reshape(-1))).to(torch.int32)
+        uploaded = _upload(both, cache.device)
+        return TritonStep(batch, uploaded[:tokens], uploaded[tokens:].view(rows, width))
+
+    # ------------------------------------------------------------ write
+
+    def rotate_and_write(
+        self, qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: Tensor, step: TritonStep, layer: int
+    ) -> None:
+        self.calls["rotate_and_write"] += 1
+        _, _, _, block_size, num_kv_heads, head_dim = cache.shape
+        tokens, all_heads, _ = qkv.shape
+        num_heads = all_heads - 2 * num_kv_heads
+        rotary_dim = 0 if rotary is None else rotary[0].shape[-1]
+        cosines, sines = (qkv, qkv) if rotary is None else (t.contiguous() for t in rotary)
+        heads = max(1, WRITE_ELEMENTS // power_of_two(head_dim))
+        first = num_heads if rotary is None else 0  # without rotation queries stay as they are
+        if not tokens:
+            return
+        write.rotate_and_write[(tokens, -(-(all_heads - first) // heads))](
+            qkv,
+            cosines,
+            sines,
+            step.slots,
+            cache,
+            layer,
+            cache.stride(0),
+            qkv.stride(0),
+            qkv.stride(1),
+            first,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            ROTARY_DIM=rotary_dim,
+            BLOCK_SIZE=block_size,
+            HEADS=heads,
+            HALF=power_of_two(max(1, rotary_dim // 2)),
+            REST=power_of_two(max(1, head_dim - rotary_dim)),
+            num_warps=4,
+        )
+
+    # ------------------------------------------------------------ attention
+
+    def attention(self, query: Tensor, cache: Tensor, step: TritonStep, layer: int, spec: AttentionSpec) -> Tensor:
+        self.calls["attention"] += 1
+        _, _, _, block_size, num_kv_heads, head_dim = cache.shape
+        tokens, num_heads, _ = query.shape
+        group = num_heads // num_kv_heads
+        key = (spec.window, group)
+        if key not in step.launches:
+            step.launches[key] = self._plan(step.batch, cache, spec.window, group)
+        out = query.new_empty(tokens, num_heads * head_dim)
+        for launch in step.launches[key]:
+            attention.attend[(launch.items.shape[0] * num_kv_heads,)](
+                query,
+                cache,
+                step.tables,
+                launch.items,
+                out,
+                launch.partial,
+                launch.partial_lse,
+                layer,
+                cache.stride(0),
+                step.tables.stride(0),
+                query.stride(0),
+                query.stride(1),
+                spec.scale,
+                spec.soft_cap or 1.0,
+                spec.window or 0,
+                BLOCK_SIZE=block_size,
+                NUM_KV_HEADS=num_kv_heads,
+                GROUP=group,
+                HEAD_DIM=head_dim,
+                DIM=power_of_two(max(16, head_dim)),
+                ROWS=launch.tile.rows,
+                KEYS=launch.tile.keys,
+                HAS_WINDOW=spec.window is not None,
+                HAS_SOFT_CAP=spec.soft_cap is not None,
+                PRECISION="ieee",
+                num_warps=launch.tile.warps,
+                num_stages=launch.tile.stages,
+            )
+            if launch.most_tokens:
+                attention.reduce_parts[(launch.reductions.shape[0] * launch.most_tokens * num_heads,)](
+                    launch.reductions,
+                    launch.partial,
+                    launch.partial_lse,
+                    out,
+                    launch.most_tokens,
+                    NUM_KV_HEADS=num_kv_heads,
+                    GROUP=group,
+                    HEAD_DIM=head_dim,
+                    DIM=power_of_two(max(16, head_dim)),
+                    ROWS=launch.tile.rows,
+                    PARTS=REDUCED_AT_ONCE,
+                    num_warps=4,
+                )
+        return out
+
+    def _plan(self, batch: AttentionBatch, cache: Tensor, window: int | None, group: int) -> list[Launch]:
+        """Decode rows and chunks apart: they want tiles of very different height."""
+        if cache.dtype not in DTYPES:
+            raise ValueError(f"a cache of {cache.dtype} is not supported; supported are {DTYPES}")
+        _, _, _, block_size, num_kv_heads, head_dim = cache.shape
+        starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()
+        index = np.arange(contexts.size)
+        launches = []
+        for part, choose in ((slice(batch.num_decodes), decode_tile), (slice(batch.num_decodes, None), chunk_tile)):
+            rows = Rows(index[part], starts[:-1][part], np.diff(starts)[part], contexts[part])
+            tile = choose(group, head_dim, cache.itemsize)
+            work = plan_work(
+                rows,
+                window=window,
+                group=group,
+                num_kv_heads=num_kv_heads,
+                block_size=block_size,
+                tile=tile,
+                num_processors=self._num_processors,
+            )
+            if work.items.size:
+                launches.append(_launch(work, tile, num_kv_heads, head_dim, cache.device))
+        return launches
+
+    # ------------------------------------------------------------ blocks
+
+    def copy_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> int:
+        self.calls["copy_blocks"] += 1
+        count = pairs.shape[0]
+        block_bytes = source.stride(0) * source.element_size()
+        if not count:
+            return 0
+        device = source.device if source.device.type == "cuda" else destination.device
+        words = block_bytes // 4  # keys and values of two bytes or more: always whole words
+        pieces = -(-words // COPY_WORDS)
+        blocks.copy_blocks[(count * pieces,)](
+            _words(source),
+            _words(destination),
+            _upload(pairs.to(torch.int32), device),
+            words,
+            pieces,
+            PIECE=COPY_WORDS,
+            num_warps=8,
+        )
+        return count * block_bytes
+
+
+def _launch(work: Work, tile: Tile, num_kv_heads: int, head_dim: int, device: torch.device) -> Launch:
+    items, reductions = work.items.size, work.reductions.size
+    uploaded = _upload(torch.from_numpy(_joined(work)), device)
+    partials = (max(1, work.num_partials), num_kv_heads, tile.rows)
+    return Launch(
+        tile=tile,
+        items=uploaded[:items].view(-1, work.items.shape[1]),
+        reductions=uploaded[items : items + reductions].view(-1, work.reductions.shape[1]),
+        most_tokens=work.most_tokens,
+        partial=torch.empty((*partials, head_dim), dtype=torch.float32, device=device),
+        partial_lse=torch.empty(partials, dtype=torch.float32, device=device),
+    )
+
+
+def _joined(work: Work) -> Packed:
+    return np.concatenate((work.items.reshape(-1), work.reductions.reshape(-1)))
+
+
+def _upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """``numbers`` on the device, in order with its stream and without waiting. torch keeps the page-locked copy until
+    the transfer is over."""
+    if device.type == "cpu":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
+def _words(pool: Tensor) -> Tensor:
+    """A pool as [blocks, words] int32."""
+    return pool.view(pool.shape[0], -1).view(torch.int32)

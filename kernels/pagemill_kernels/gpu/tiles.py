@@ -1,0 +1,57 @@
+"""How large the pieces are that a kernel works on: from the head size and the width of the cache's numbers alone.
+
+The sizes keep every variant free of register spills on the targets that are built in the tests, and within the shared
+memory of the smallest of them (99 KiB a block, compute capability 8.6 and 8.9).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_DOT = 16
+"""Fewest rows of a matrix product on tensor cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One shape of the attention kernel.
+
+    Attributes:
+        rows: query rows, each one query head of one token; a tile holds ``rows // group`` tokens.
+        keys: keys per round of the loop.
+        warps, stages: of Triton: warps of a program, and rounds whose loads are in flight.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << (n - 1).bit_length()
+
+
+def decode_tile(group: int, head_dim: int, itemsize: int) -> Tile:
+    """For rows of one token: the query heads of one key/value head, and as many keys as keep memory busy.
+
+    Args:
+        group: query heads that share a key/value head.
+        itemsize: bytes of one element of the cache.
+    """
+    rows = max(MIN_DOT, power_of_two(group))
+    if itemsize == 4:
+        return Tile(rows, 16, 4 if rows == MIN_DOT else 8, 3)
+    # One round is 32 KiB of keys and values, or less; three stages keep two rounds in flight.
+    return Tile(rows, 8192 // max(power_of_two(head_dim), 64), 4, 3)
+
+
+def chunk_tile(group: int, head_dim: int, itemsize: int) -> Tile:
+    """For prefill chunks: enough rows that a key, once loaded, is used often. float32, which tensor cores do not
+    multiply exactly, is for comparisons; it gets what the registers hold."""
+    if itemsize == 4:
+        return Tile(max(32, power_of_two(group)), 16, 8, 2)
+    if head_dim <= 128:
+        return Tile(max(128, power_of_two(group)), 64, 8, 2)
+    return Tile(max(64, power_of_two(group)), 32, 8, 2)

@@ -1,0 +1,119 @@
+"""Paged attention in Triton against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_case import Case
+
+from pagemill_kernels.gpu import work
+from pagemill_kernels.interface import AttentionSpec
+
+MIXED = [(1, 1), (16, 1), (17, 1), (53, 1), (9, 9), (30, 3), (23, 23), (40, 1)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits ranges that are long for the interpreter."""
+    monkeypatch.setattr(work, "MIN_DECODE_PART", 16)
+    monkeypatch.setattr(work, "MIN_CHUNK_PART", 16)
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_query_heads_share_key_heads(group: int) -> None:
+    Case(MIXED, group=group).check()
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
+    Case([(1, 1), (35, 1), (9, 9), (30, 3)], kv_heads=1, head_dim=head_dim, dtype=dtype).check()
+
+
+@pytest.mark.parametrize("window", [1, 3, 16, 17, 100])
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
+def test_window_and_soft_cap(window: int, soft_cap: float | None) -> None:
+    Case(MIXED, kv_heads=1).check(AttentionSpec(0.3, window, soft_cap))
+
+
+@pytest.mark.parametrize("scale", [0.5, 50.0])
+def test_soft_cap_alone(scale: float) -> None:
+    Case(MIXED, kv_heads=1, dtype=torch.float32).check(AttentionSpec(scale, None, 2.0))
+
+
+@pytest.mark.parametrize("rows", [[(1, 1)], [(16, 1)], [(17, 1)], [(5, 5)], [(16, 16)], [(33, 1), (33, 33)]])
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_single_rows_and_part_filled_blocks(rows: list[tuple[int, int]], block_size: int) -> None:
+    Case(rows, kv_heads=1, block_size=block_size).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.usefixtures("short_parts")
+def test_split_key_ranges(dtype: torch.dtype, window: int | None) -> None:
+    case = Case([(700, 1), (5, 1), (130, 1), (600, 4), (2, 2)], group=3, head_dim=64, dtype=dtype)
+    step = case.check(AttentionSpec(0.125, window))
+    decode, chunk = step.launches[window, 3]
+    assert decode.most_tokens == 1
+    assert chunk.most_tokens == 4
+    assert int(decode.reductions[:, 1].max()) > 1
+    assert int(chunk.reductions[:, 1].max()) > 1
+
+
+@pytest.mark.usefixtures("short_parts")
+def test_more_parts_than_are_reduced_at_once() -> None:
+    case = Case([(600, 1)], kv_heads=1, dtype=torch.float32)
+    step = case.check()
+    assert int(step.launches[None, 2][0].reductions[0, 1]) > 32
+
+
+@pytest.mark.usefixtures("short_parts")
+def test_part_that_some_queries_of_a_tile_do_not_see() -> None:
+    # The first query of the tile sees no key of the last part, the last one none of the first parts.
+    Case([(64, 60)], kv_heads=1, group=1, dtype=torch.float32).check(AttentionSpec(0.25, 9))
+
+
+def test_few_processors_split_less() -> None:
+    rows = [(900, 1), (600, 1)]
+    split, whole = (Case(rows, kv_heads=1).check(processors=n) for n in (132, 1))
+    assert split.launches[None, 2][0].items.shape[0] > 2
+    assert whole.launches[None, 2][0].items.shape[0] <= 4
+
+
+def test_query_and_cache_of_different_precision() -> None:
+    case = Case([(20, 1), (7, 7)], dtype=torch.float16)
+    case.qkv = case.qkv.float()
+    case.dtype = torch.float32
+    case.check()
+
+
+def test_chunk_with_one_token_and_chunks_longer_than_a_tile() -> None:
+    Case([(40, 1), (150, 140), (9, 1), (300, 70)], kv_heads=1, group=4).check()
+
+
+def test_empty_chunk_is_left_out() -> None:
+    case = Case([(5, 1), (8, 3)])
+    case.tables.append(case.tables[1])
+    case.rows.append((8, 0))
+    case.check()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_mix_of_rows(data: st.DataObject) -> None:
+    lengths = st.integers(1, 80)
+    decodes = data.draw(st.lists(lengths, max_size=4))
+    chunks = data.draw(st.lists(st.tuples(lengths, lengths), max_size=2))
+    rows = [(context, 1) for context in decodes] + [(past + count, count) for past, count in chunks]
+    case = Case(
+        rows or [(1, 1)],
+        kv_heads=data.draw(st.integers(1, 2)),
+        group=data.draw(st.integers(1, 5)),
+        block_size=data.draw(st.sampled_from([1, 2, 3, 8, 16])),
+        dtype=data.draw(st.sampled_from(DTYPES)),
+        seed=data.draw(st.integers(0, 99)),
+    )
+    case.check(AttentionSpec(0.25, data.draw(st.none() | st.integers(1, 50))))
