@@ -20,6 +20,9 @@ from pagemill_shared.schema import Int32Array
 
 _NO_SLOTS = np.zeros(0, np.intp)
 
+SHORT_SHARE = 10
+"""One in so many tokens of an iteration is for short newcomers while a longer prompt is being computed."""
+
 
 @dataclass(slots=True)
 class Draft:
@@ -43,22 +46,22 @@ def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | 
     """The worker's next plan, or None when there is nothing for it to compute.
 
     Decode rows come first and take one token of the budget each; what is left goes to prefill chunks in order of
-    arrival, then to newcomers. So a long prompt never stalls running streams.
+    arrival, then to newcomers. So a long prompt never stalls running streams. Nor does it stall short ones for long:
+    while a prompt is computed in chunks, a small share of the budget is for newcomers that need no more than that.
     """
     draft = Draft(state.config.max_num_batched_tokens)
     if not worker.leaving:
         _make_way(state, worker)
     _decode(state, worker, draft)
-    for slot in _prefilling(worker):
+    prefilling = _prefilling(worker)
+    if prefilling and not worker.leaving:
+        _start_newcomers(state, worker, draft, now, state.config.max_num_batched_tokens // SHORT_SHARE)
+    for slot in prefilling:
         if not draft.budget:
             break
         _add_chunk(state, worker, slot, draft)
     if not worker.leaving:
-        for request, taken in _newcomers(state, worker, draft):
-            arrival = admission.start(state, worker, request, taken, now)
-            draft.joined.extend(arrival.joined)
-            draft.swap_in.extend(arrival.swap_in)
-            _run_newcomers(state, worker, arrival.joined, draft)
+        _start_newcomers(state, worker, draft, now)
     if not len(draft.rows) and not draft.chunks and not draft.joined:
         return None
     return _dispatch(worker, draft, now)
@@ -209,6 +212,23 @@ def _run_newcomers(state: State, worker: WorkerState, joined: list[SequenceJoin]
         resumed = len(join.token_ids) > join.prompt_length
         if draft.budget and len(join.token_ids) - join.computed > int(resumed):
             _add_chunk(state, worker, join.slot, draft)
+
+
+def _start_newcomers(state: State, worker: WorkerState, draft: Draft, now: float, share: int | None = None) -> None:
+    """Start waiting requests; with ``share`` only while they can compute all they have within so many tokens."""
+    left_over = 0 if share is None else max(draft.budget - share, 0)
+    for request, taken in _newcomers(state, worker, draft):
+        if share is not None and _work(worker, request, taken) > draft.budget - left_over:
+            return
+        arrival = admission.start(state, worker, request, taken, now)
+        draft.joined.extend(arrival.joined)
+        draft.swap_in.extend(arrival.swap_in)
+        _run_newcomers(state, worker, arrival.joined, draft)
+
+
+def _work(worker: WorkerState, request: Request, taken: admission.Demand) -> int:
+    """Tokens that ``request`` computes before it samples, at most."""
+    return sum(len(s.tokens) for s in admission.starters(request)) - len(taken.cached) * worker.block_size
 
 
 def _newcomers(state: State, worker: WorkerState, draft: Draft) -> Iterator[tuple[Request, admission.Demand]]:
