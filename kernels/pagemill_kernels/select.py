@@ -10,6 +10,7 @@ import torch
 
 from pagemill_kernels.cpu.build import BuildError
 from pagemill_kernels.cpu.load import load_cpu_kernels
+from pagemill_kernels.gpu.load import UnsupportedError, load_gpu_kernels
 from pagemill_kernels.interface import Kernels
 from pagemill_kernels.reference import TorchKernels
 
@@ -31,5 +32,10 @@ def select_kernels(
         try:
             return load_cpu_kernels(cache_dir, report)
         except BuildError as error:
+            report(f"warning: plain torch runs in place of faster kernels: {error}")
+    if device.type == "cuda":
+        try:
+            return load_gpu_kernels(device)
+        except UnsupportedError as error:
             report(f"warning: plain torch runs in place of faster kernels: {error}")
     return TorchKernels()

@@ -17,14 +17,28 @@ PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("program", ["triton_attention", "triton_write", "triton_blocks"])
+PROGRAM_NAMES = ["triton_attention", "triton_write", "triton_blocks"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("program", PROGRAM_NAMES)
 def test_under_the_interpreter(program: str) -> None:
+    run(program, "not full")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_long_under_the_interpreter() -> None:
+    run("triton_attention", "full")
+
+
+def run(program: str, marks: str) -> None:
     command = [
-        *(sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5"),
-        *("-o", f"pythonpath={PROGRAMS}", "-o", "filterwarnings=", "--timeout=110"),
+        *(sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "-m", marks),
+        *("-o", f"pythonpath={PROGRAMS}", "-o", "filterwarnings=", "--timeout=3000"),
         str(PROGRAMS / f"{program}.py"),
     ]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    print(run.stdout[-6000:], run.stderr[-2000:], sep="\n")
-    assert run.returncode == 0
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    sys.stdout.write(ended.stdout[-6000:] + ended.stderr[-2000:])
+    assert ended.returncode == 0

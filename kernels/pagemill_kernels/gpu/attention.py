@@ -1,4 +1,4 @@
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 """Paged attention: one kernel for decode rows and prefill chunks, and one that puts split key ranges together.
 
 A program takes one work item (see ``work``) and one key/value head. Its query rows are the heads of the group of all

@@ -1,6 +1,8 @@
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-"""Copies whole blocks: within a pool (copy-on-write), and to and from page-locked host memory (swap). One launch for all
-pairs; the GPU reads and writes host memory through its own address space, so that nothing is staged."""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+"""Copies whole blocks: within a pool (copy-on-write), and to and from page-locked host memory (swap).
+
+One launch for all pairs. The GPU reads and writes host memory through its own address space: nothing is staged.
+"""
 
 import triton
 import triton.language as tl

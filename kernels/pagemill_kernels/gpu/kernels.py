@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from pagemill_kernels.gpu import attention, blocks, write
 from pagemill_kernels.gpu.tiles import Tile, chunk_tile, decode_tile, power_of_two
 from pagemill_kernels.gpu.work import Packed, Rows, Work, plan_work
 from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels
+from pagemill_kernels.reference import TorchKernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WRITE_ELEMENTS = 1024
@@ -70,6 +72,8 @@ class TritonKernels(Kernels[TritonStep]):
     def __init__(self, num_processors: int) -> None:
         super().__init__()
         self._num_processors = num_processors
+        self._staged = TorchKernels()
+        self._is_interpreted = bool(triton.knobs.runtime.interpret)
 
     @classmethod
     def on(cls, device: torch.device) -> TritonKernels:
@@ -211,6 +215,8 @@ class TritonKernels(Kernels[TritonStep]):
         block_bytes = source.stride(0) * source.element_size()
         if not count:
             return 0
+        if not (self._reaches(source) and self._reaches(destination)):
+            return self._staged.copy_blocks(source, destination, pairs)
         device = source.device if source.device.type == "cuda" else destination.device
         words = block_bytes // 4  # keys and values of two bytes or more: always whole words
         pieces = -(-words // COPY_WORDS)
@@ -224,6 +230,10 @@ class TritonKernels(Kernels[TritonStep]):
             num_warps=8,
         )
         return count * block_bytes
+
+    def _reaches(self, pool: Tensor) -> bool:
+        """Whether a kernel can read and write ``pool``: host memory only where it is page-locked."""
+        return pool.device.type != "cpu" or self._is_interpreted or pool.is_pinned()
 
 
 def _launch(work: Work, tile: Tile, num_kv_heads: int, head_dim: int, device: torch.device) -> Launch:

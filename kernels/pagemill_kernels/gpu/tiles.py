@@ -12,6 +12,10 @@ MIN_DOT = 16
 """Fewest rows of a matrix product on tensor cores."""
 
 
+LARGEST_DECODE_ROWS = 32
+"""Groups beyond it, which few models have, take the tiles of chunks for decode rows, too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One shape of the attention kernel.
@@ -41,6 +45,8 @@ def decode_tile(group: int, head_dim: int, itemsize: int) -> Tile:
         itemsize: bytes of one element of the cache.
     """
     rows = max(MIN_DOT, power_of_two(group))
+    if rows > LARGEST_DECODE_ROWS:
+        return chunk_tile(group, head_dim, itemsize)
     if itemsize == 4:
         return Tile(rows, 16, 4 if rows == MIN_DOT else 8, 3)
     # One round is 32 KiB of keys and values, or less; three stages keep two rounds in flight.
@@ -51,7 +57,8 @@ def chunk_tile(group: int, head_dim: int, itemsize: int) -> Tile:
     """For prefill chunks: enough rows that a key, once loaded, is used often. float32, which tensor cores do not
     multiply exactly, is for comparisons; it gets what the registers hold."""
     if itemsize == 4:
-        return Tile(max(32, power_of_two(group)), 16, 8, 2)
+        rows = max(32, power_of_two(group))
+        return Tile(rows, 16, 8 if rows == 32 else 16, 2)
     if head_dim <= 128:
         return Tile(max(128, power_of_two(group)), 64, 8, 2)
     return Tile(max(64, power_of_two(group)), 32, 8, 2)

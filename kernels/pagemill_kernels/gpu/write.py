@@ -1,4 +1,4 @@
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 """Rotary embedding and cache write in one pass over queries, keys and values.
 
 Read once and written once: queries and keys in place, keys and values into their slots. A program takes one token and a

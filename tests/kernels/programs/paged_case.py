@@ -51,6 +51,11 @@ if IS_INTERPRETED:
     mend_interpreter()
 
 
+def exactly(tensor: Tensor) -> Tensor:
+    """The same numbers in float32 on the CPU, in memory of their own."""
+    return tensor.to("cpu", torch.float32, copy=True)
+
+
 @dataclass
 class Case:
     """Rows as (context length, query length), decode rows first, over a pool that is larger than they need.
@@ -115,10 +120,9 @@ class Case:
 
     def expected(self, spec: AttentionSpec, layer: int = 1) -> Tensor:
         """From plain torch in float32 over the same numbers."""
-        cache = self.cache.float().cpu()
+        cache, qkv = exactly(self.cache), exactly(self.qkv)
         reference = TorchKernels()
         step = reference.prepare(self.batch(), cache)
-        qkv = self.qkv.float().cpu()
         reference.rotate_and_write(qkv, None, cache, step, layer)
         return reference.attention(qkv[:, : self.num_heads], cache, step, layer, spec)
 

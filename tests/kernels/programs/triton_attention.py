@@ -51,10 +51,10 @@ def test_single_rows_and_part_filled_blocks(rows: list[tuple[int, int]], block_s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.usefixtures("short_parts")
 def test_split_key_ranges(dtype: torch.dtype, window: int | None) -> None:
-    case = Case([(700, 1), (5, 1), (130, 1), (600, 4), (2, 2)], group=3, head_dim=64, dtype=dtype)
+    case = Case([(170, 1), (5, 1), (90, 1), (200, 4), (2, 2)], kv_heads=1, group=3, head_dim=64, dtype=dtype)
     step = case.check(AttentionSpec(0.125, window))
     decode, chunk = step.launches[window, 3]
     assert decode.most_tokens == 1
@@ -101,9 +101,29 @@ def test_empty_chunk_is_left_out() -> None:
     case.check()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_any_mix_of_rows(data: st.DataObject) -> None:
+    draw_case(data)
+
+
+@pytest.mark.full
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_many_mixes_of_rows(data: st.DataObject) -> None:
+    draw_case(data)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_heads(head_dim: int, group: int, dtype: torch.dtype) -> None:
+    spec = AttentionSpec(head_dim**-0.5, 21, 5.0)
+    Case(MIXED, group=group, head_dim=head_dim, dtype=dtype).check(spec)
+
+
+def draw_case(data: st.DataObject) -> None:
     lengths = st.integers(1, 80)
     decodes = data.draw(st.lists(lengths, max_size=4))
     chunks = data.draw(st.lists(st.tuples(lengths, lengths), max_size=2))

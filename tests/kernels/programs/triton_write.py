@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from paged_case import DEVICE, PROCESSORS, WORST, Case
+from paged_case import DEVICE, PROCESSORS, WORST, Case, exactly
 from torch import Tensor
 
 from pagemill_kernels.gpu.kernels import TritonKernels
@@ -22,10 +22,9 @@ def turns(tokens: int, rotary_dim: int, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 def check(case: Case, rotary: tuple[Tensor, Tensor] | None, layer: int) -> None:
     """Queries, keys, cache: all that is written, and that nothing else is."""
-    expected_cache = case.cache.float().cpu()
-    expected = case.qkv.float().cpu()
+    expected_cache, expected = exactly(case.cache), exactly(case.qkv)
     plain, batch = TorchKernels(), case.batch()
-    exact = None if rotary is None else (rotary[0].float().cpu(), rotary[1].float().cpu())
+    exact = None if rotary is None else (exactly(rotary[0]), exactly(rotary[1]))
     plain.rotate_and_write(expected, exact, expected_cache, plain.prepare(batch, expected_cache), layer)
     kernels = TritonKernels(PROCESSORS)
     kernels.rotate_and_write(case.qkv, rotary, case.cache, kernels.prepare(batch, case.cache), layer)

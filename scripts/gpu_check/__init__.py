@@ -1,0 +1,1 @@
+"""What `scripts/gpu_check.sh` runs: correctness and speed of pagemill on a GPU."""

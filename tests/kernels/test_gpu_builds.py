@@ -1,0 +1,62 @@
+"""Every Triton kernel compiles to machine code for real GPUs, without one, and spills no register.
+
+Builds run in a process of their own: triton must not be in interpreter mode there, and neither it nor its caches belong
+into the test process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "gpu_builds.py"
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes that a program may take. The builds for 8.0 also run on 8.6 and 8.9, which have the least."""
+KERNELS = {"attend", "reduce_parts", "rotate_and_write", "copy_blocks"}
+
+
+def check(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-P", "-W", "ignore", str(PROGRAM), *arguments]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    builds = [json.loads(line) for line in run.stdout.splitlines()]
+    sys.stdout.writelines(_line(build) for build in builds)
+    assert {build["kernel"] for build in builds} == KERNELS
+    spilled = [build for build in builds if build["stack"] or build["local"]]
+    assert not spilled
+    large = [build for build in builds if build["shared"] > SHARED_MEMORY[build["target"]]]
+    assert not large
+    return builds
+
+
+def _line(build: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in build.items() if value not in (None, "")) + "\n"
+
+
+@pytest.mark.timeout(600)
+def test_sm_90(tmp_path: Path) -> None:
+    builds = check(tmp_path, "90:64,80,128,256")
+    assert {(b["dtype"], b["head_dim"]) for b in builds if b["kernel"] == "attend"} == {
+        (dtype, head_dim) for dtype in ("bf16", "fp32") for head_dim in (64, 80, 128, 256)
+    }
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", ["80", "100"])
+def test_other_targets(target: str, tmp_path: Path) -> None:
+    assert {b["head_dim"] for b in check(tmp_path, f"{target}:128,256:bf16") if b["kernel"] == "attend"} == {128, 256}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("target", ["80", "90", "100"])
+def test_everything(target: str, tmp_path: Path) -> None:
+    check(tmp_path, f"{target}::bf16,fp16,fp32", f"{target}:64,128:bf16,fp32:1,3,5,8,16,71")
