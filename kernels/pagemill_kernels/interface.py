@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 PADDING_BLOCK = 0
 
@@ -53,6 +56,20 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+
+
+class Linear(ABC):
+    """``x @ weight.T + bias + added``.
+
+    Attributes:
+        name: what computes it.
+    """
+
+    name: str
+
+    @abstractmethod
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """[T, out] of [T, in], plus ``added`` [T, out] if it is given."""
 
 
 Step = TypeVar("Step")
@@ -108,6 +125,19 @@ class Kernels(ABC, Generic[Step]):
         Returns:
             [T, num_heads * head_dim], in the query's dtype.
         """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``x`` [T, size], each row divided by its root mean square, times ``weight`` [size]."""
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, size] of [T, 2 * size]: silu of the first half, times the second."""
+        gate, up = gate_up.chunk(2, -1)
+        return functional.silu(gate).mul_(up)
+
+    def own_linear(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Linear] | None:
+        """What makes this set's own product of weight [out, in] and bias [out]; None where torch's are to be used."""
+        return None
 
     @abstractmethod
     def copy_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> int:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pagemill_kernels.cpu.library import DTYPES, Batch
-from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels
+from pagemill_kernels.cpu.linear import CpuLinear
+from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels, Linear
 from pagemill_kernels.reference import TorchKernels, TorchStep
 
 
@@ -43,11 +46,13 @@ class CpuKernels(Kernels[CpuStep]):
         self.name = f"cpu-{isa}"
         self._torch = TorchKernels()
         self._lanes: int = library.pm_lanes()
+        self._library = library
         self._rotate, self._attend, self._copy = (
             library.pm_rotate_and_write,
             library.pm_attention,
             library.pm_copy_blocks,
         )
+        self._norm, self._silu = library.pm_rms_norm, library.pm_silu_mul
         self._workspace: int = library.pm_workspace_new()
         weakref.finalize(self, library.pm_workspace_free, self._workspace)
 
@@ -109,6 +114,32 @@ class CpuKernels(Kernels[CpuStep]):
             out.data_ptr(),
         )
         return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        dtype = DTYPES.get(x.dtype)
+        if dtype is None or weight.dtype != x.dtype or not (x.is_contiguous() and weight.is_contiguous()):
+            self.calls["rms_norm:torch"] += 1
+            return super().rms_norm(x, weight, eps)
+        self.calls["rms_norm"] += 1
+        out = torch.empty_like(x)
+        rows, size = x.shape
+        threads = torch.get_num_threads()
+        self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), dtype, rows, size, eps, threads)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        dtype = DTYPES.get(gate_up.dtype)
+        if dtype is None or not gate_up.is_contiguous():
+            self.calls["silu_mul:torch"] += 1
+            return super().silu_mul(gate_up)
+        self.calls["silu_mul"] += 1
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        self._silu(gate_up.data_ptr(), out.data_ptr(), dtype, rows, size, torch.get_num_threads())
+        return out
+
+    def own_linear(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Linear] | None:
+        return partial(CpuLinear, self._library) if dtype == torch.float32 else None
 
     def copy_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> int:
         on_cpu = source.device.type == destination.device.type == pairs.device.type == "cpu"

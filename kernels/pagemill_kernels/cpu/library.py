@@ -49,6 +49,11 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
             *(c_float, c_int64, c_float, c_void_p),
         ],
     ),
+    "pm_rms_norm": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_int64, c_int64, c_float, c_int32]),
+    "pm_silu_mul": (None, [c_void_p, c_void_p, c_int32, c_int64, c_int64, c_int32]),
+    "pm_linear_columns": (c_int64, []),
+    "pm_linear_pack": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int32]),
+    "pm_linear": (None, [c_void_p, *[c_int64] * 4, *[c_void_p] * 4, c_int32]),
     "pm_copy_blocks": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32]),
 }
 

@@ -44,8 +44,9 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
     dtype = _dtype(settings.dtype, config.get("dtype") or config.get("torch_dtype"), device)
     max_model_len = _max_model_len(settings.max_model_len, manifest)
     report(f"loading {manifest.name} as {_name(dtype)} on {device}", None)
+    kernels = select_kernels(device, settings.cache_dir, lambda text: report(text, None))
     try:
-        model = load_model(folder, config, max_model_len, dtype, device)
+        model = load_model(folder, config, max_model_len, dtype, device, kernels)
     except (MemoryError, torch.OutOfMemoryError):
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         raise ConfigurationError(
@@ -53,7 +54,6 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
             f"{memory.free_memory(device) / memory.GIB:.2f} GiB of free memory on {device}"
         ) from None
     cache = _cache(settings, model, dtype, device, report)
-    kernels = select_kernels(device, settings.cache_dir, lambda text: report(text, None))
     runner = Runner(model, cache, kernels, max_model_len, device)
     measure.decode_seconds(runner, 1)  # warms up
     runner.threads = _threads(settings.num_threads, runner, device, report)

@@ -58,9 +58,10 @@ def make_runner(
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Runner:
     config = json.loads((folder / "config.json").read_text())
-    model = load_model(folder, config, max_model_len, dtype, CPU)
+    kernels = select_kernels(CPU)
+    model = load_model(folder, config, max_model_len, dtype, CPU, kernels)
     cache = KVCache(model.cache, block_size, num_blocks, num_swap_blocks, dtype, CPU)
-    return Runner(model, cache, select_kernels(CPU), max_model_len, CPU, clock)
+    return Runner(model, cache, kernels, max_model_len, CPU, clock)
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

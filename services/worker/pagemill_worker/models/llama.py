@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagemill_kernels.interface import AttentionSpec, Kernels
-from pagemill_kernels.linear import Linear, LinearFactory
+from pagemill_kernels.interface import AttentionSpec, Kernels, Linear
+from pagemill_kernels.linear import LinearFactory
 from pagemill_shared.errors import ConfigurationError
 from pagemill_worker.models.config import CacheDescription, ConfigReader
 from pagemill_worker.models.rotary import RopeConfig, read_rope, rotary_tables
@@ -92,14 +92,20 @@ class LlamaModel:
     """
 
     def __init__(
-        self, config: LlamaConfig, weights: Weights, max_model_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: LlamaConfig,
+        weights: Weights,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        make: LinearFactory | None = None,
     ) -> None:
         c = config
         self.config = config
         self.vocab_size = c.vocab_size
         self.cache = CacheDescription(c.num_layers, c.num_kv_heads, c.head_dim)
         self._spec = AttentionSpec(scale=c.head_dim**-0.5)
-        make = LinearFactory(dtype, device)
+        make = make or LinearFactory(dtype, device)
         self.linear_name = make.name
         embedding_shape = (c.vocab_size, c.hidden_size)
         self._embedding = weights.take("model.embed_tokens.weight", embedding_shape)
@@ -123,18 +129,16 @@ class LlamaModel:
         """
         c = self.config
         heads = c.num_heads + 2 * c.num_kv_heads
-        size = (c.hidden_size,)
         rotary = (self._cosines[positions], self._sines[positions])
         hidden = functional.embedding(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
-            normed = functional.rms_norm(hidden, size, layer.input_norm, c.rms_norm_eps)
+            normed = kernels.rms_norm(hidden, layer.input_norm, c.rms_norm_eps)
             qkv = layer.qkv(normed).view(-1, heads, c.head_dim)
             kernels.rotate_and_write(qkv, rotary, cache, step, index)
             attended = kernels.attention(qkv[:, : c.num_heads], cache, step, index, self._spec)
-            hidden = layer.out(attended).add_(hidden)
-            normed = functional.rms_norm(hidden, size, layer.post_norm, c.rms_norm_eps)
-            gate, up = layer.gate_up(normed).chunk(2, -1)
-            hidden = layer.down(functional.silu(gate).mul_(up)).add_(hidden)
+            hidden = layer.out(attended, hidden)
+            normed = kernels.rms_norm(hidden, layer.post_norm, c.rms_norm_eps)
+            hidden = layer.down(kernels.silu_mul(layer.gate_up(normed)), hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.interface import Kernels
+from pagemill_kernels.linear import LinearFactory
 from pagemill_shared.errors import ConfigurationError
 from pagemill_worker.models.config import CacheDescription
 from pagemill_worker.models.llama import LlamaModel, read_llama_config
@@ -34,9 +35,14 @@ SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
 
 
 def load_model(
-    folder: Path, config: Mapping[str, Any], max_model_len: int, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    config: Mapping[str, Any],
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels[Any],
 ) -> Model:
-    """The model in ``folder``, whose config.json is ``config``.
+    """The model in ``folder``, whose config.json is ``config``. ``kernels`` are those that it will run on.
 
     Raises:
         ConfigurationError: the architecture, a variant, a dtype or a tensor is not supported, or a tensor is missing.
@@ -47,4 +53,5 @@ def load_model(
             f"architecture {', '.join(map(str, architectures))} is not supported; "
             f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    return LlamaModel(read_llama_config(config), Weights(folder, dtype, device), max_model_len, dtype, device)
+    make = LinearFactory(dtype, device, kernels)
+    return LlamaModel(read_llama_config(config), Weights(folder, dtype, device), max_model_len, dtype, device, make)

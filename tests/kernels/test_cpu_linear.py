@@ -1,0 +1,100 @@
+"""The compiled products and row operations against torch's, for every instruction set that this machine has."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from pagemill_testing.cpu_kernels import isa_names, loaded
+from torch.nn import functional
+
+from pagemill_kernels.cpu.kernels import CpuKernels
+from pagemill_kernels.cpu.linear import CpuLinear
+from pagemill_kernels.linear import LinearFactory
+
+CPU = torch.device("cpu")
+SHAPES = [(1, 1), (7, 3), (16, 16), (33, 50), (96, 80), (131, 577), (960, 576)]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(scope="module", params=isa_names())
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return loaded(request.param, tmp_path_factory)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_products(library: ctypes.CDLL, outputs: int, inputs: int, bias: bool, added: bool) -> None:
+    weight, offset = torch.randn(outputs, inputs), torch.randn(outputs) if bias else None
+    product = CpuLinear(library, weight, offset)
+    for rows in [*range(1, 18), 27, 28, 29, 33, 97, 225, 260]:
+        x, more = torch.randn(rows, inputs), torch.randn(rows, outputs) if added else None
+        expected = functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+        expected = expected if more is None else expected + more.double()
+        torch.testing.assert_close(product(x, more).double(), expected, atol=2e-4, rtol=1e-5)
+
+
+def test_rows_beside_others_in_a_wider_tensor(library: ctypes.CDLL) -> None:
+    weight, wide = torch.randn(50, 30), torch.randn(5, 90)
+    product = CpuLinear(library, weight, None)
+    for x in (wide[:, 30:60], wide[:, ::3], wide.T[:30].T):
+        torch.testing.assert_close(product(x), functional.linear(x, weight), atol=1e-4, rtol=1e-4)
+    assert product(wide[:0, :30]).shape == (0, 50)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_computes_the_same_bits_in_any_batch(library: ctypes.CDLL, threads: int) -> None:
+    product = CpuLinear(library, torch.randn(1500, 576), torch.randn(1500))
+    x = torch.randn(300, 576)
+    alone = torch.cat([product(row.unsqueeze(0)) for row in x[:40]])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for rows in (2, 3, 8, 13, 15, 31, 40, 300):
+            assert torch.equal(product(x[:rows])[:40], alone[:rows])
+        x[5] = torch.nan
+        x[6] *= 1e6
+        untouched = [i for i in range(40) if i not in (5, 6)]
+        assert torch.equal(product(x)[untouched], alone[untouched])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_factory_uses_them(library: ctypes.CDLL) -> None:
+    kernels = CpuKernels(library, "test")
+    factory = LinearFactory(torch.float32, CPU, kernels)
+    assert factory.name == "packed"
+    assert isinstance(factory(torch.randn(4, 4)), CpuLinear)
+    assert LinearFactory(torch.bfloat16, CPU, kernels).name == "torch"
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("size", [1, 5, 16, 64, 100, 576])
+def test_row_operations(library: ctypes.CDLL, dtype: torch.dtype, size: int) -> None:
+    kernels = CpuKernels(library, "test")
+    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    for rows in (1, 3, 400):
+        x, weight = (torch.randn(rows, size) * 3).to(dtype), torch.randn(size).to(dtype)
+        expected = functional.rms_norm(x.float(), (size,), weight.float(), 1e-5).to(dtype)
+        torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), expected, **close)
+        gate_up = (torch.randn(rows, 2 * size) * 8).to(dtype)
+        gate, up = gate_up.float().chunk(2, -1)
+        torch.testing.assert_close(kernels.silu_mul(gate_up), (functional.silu(gate) * up).to(dtype), **close)
+    assert kernels.calls == {"rms_norm": 3, "silu_mul": 3}
+
+
+def test_row_operations_at_the_edges(library: ctypes.CDLL) -> None:
+    kernels = CpuKernels(library, "test")
+    gates = torch.tensor([[-1e4, -100, -88, -87, -1e-30, 0, 87, 88, 100, 1e4, *[0.5] * 22]])
+    result = kernels.silu_mul(torch.cat((gates, torch.ones_like(gates)), 1))
+    torch.testing.assert_close(result, functional.silu(gates), atol=1e-30, rtol=1e-5)
+    x = torch.randn(3, 32)
+    x[1, 3] = torch.nan
+    result = kernels.rms_norm(x, torch.ones(32), 1e-6)
+    assert result[1].isnan().all()
+    assert result[[0, 2]].isfinite().all()
+    strided = torch.randn(8, 64)[::2]
+    torch.testing.assert_close(kernels.silu_mul(strided), kernels.silu_mul(strided.contiguous()))
+    assert kernels.calls["silu_mul:torch"] == 1
