@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from pagemill_testing.single import Single, beams, greedy, ids, samples, single
 
+from pagemill_shared.sampling import SamplingParams
+
 
 def first_token_after(core: Single, handle: int, limit: int) -> int:
     for rounds in range(1, limit + 1):
@@ -127,9 +129,9 @@ def test_requests_with_equal_time_stamps_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("sampling", [samples(4, 5), beams(4, 5)], ids=["n", "beam_width"])
-def test_more_sequences_than_seats_are_refused_with_the_numbers(sampling: object) -> None:
+def test_more_sequences_than_seats_are_refused_with_the_numbers(sampling: SamplingParams) -> None:
     core = single(num_blocks=100, max_num_seqs=2)
-    failure = core.answer(core.submit(ids(5), sampling)).failure  # type: ignore[arg-type]
+    failure = core.answer(core.submit(ids(5), sampling)).failure
     assert failure is not None
     assert failure.code == "too_many_sequences"
     assert failure.message == "4 sequences at once were asked for, but a worker runs at most 2"

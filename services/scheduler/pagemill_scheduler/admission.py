@@ -191,9 +191,8 @@ def _start_together(
     gate, gate_at = -1, 0
     blocks = [_NO_BLOCK] * total
     for i in range(max(len(tree), len(cached))):
-        block = now_at.get(tree[i], _NO_BLOCK) if i < len(tree) else _NO_BLOCK
-        if block == _NO_BLOCK and i < len(cached):
-            block = cached[i]
+        # What is cached is full and computed, which a sibling's block need not be.
+        block = cached[i] if i < len(cached) else now_at.get(tree[i], _NO_BLOCK)
         if block != _NO_BLOCK and (swapped or lead == i):
             blocks[i] = block
             lead += lead == i
@@ -208,10 +207,9 @@ def _start_together(
         if swapped and i < len(tree):
             arrival.swap_in.append((tree[i], block))
     now_at.update(zip(tree, blocks, strict=False))
-    ready = held if swapped else min(lead * size, length - 1)
+    ready = max(held, len(cached) * size) if swapped else min(lead * size, length - 1)
     if not swapped:
         _count_recomputed(state, sequence, held - ready)
-    # The cached blocks, or others with the same contents, are among the leading ones.
     slot = _join(worker, sequence, np.array(blocks, np.int32), ready, len(cached), node, arrival)
     if not swapped:
         for block in blocks[lead:]:

@@ -104,7 +104,9 @@ class SchedulerCore:
                     verdict = Verdict.BROKEN  # it answers a plan that was never sent
                 if verdict is Verdict.BROKEN:
                     fleet.begin_epoch(state, worker, f"result {message.iteration} was out of turn", now)
-                elif verdict is Verdict.APPLY:
+                elif verdict is Verdict.STALE:
+                    state.counters.ignored_messages += 1
+                else:
                     worker.progress_at = now
                     try:
                         results.apply_result(state, worker, message)
@@ -127,7 +129,9 @@ class SchedulerCore:
                 verdict = gateway.incoming.accept(message.epoch, message.number)
                 if verdict is Verdict.BROKEN:
                     self._resync_gateway(gateway, f"message {message.number} was out of turn")
-                elif verdict is Verdict.APPLY:
+                elif verdict is Verdict.STALE:
+                    self._state.counters.ignored_messages += 1
+                else:
                     self._apply(now, gateway, message)
             case Heartbeat():
                 if message.epoch == gateway.outgoing.epoch:

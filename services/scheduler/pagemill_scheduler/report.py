@@ -19,7 +19,8 @@ def snapshot(state: State, now: float) -> dict[str, object]:
     total = sum(worker.pool.num_blocks for worker in state.workers.values())
     used = sum(worker.pool.num_used for worker in state.workers.values())
     counters = {f"{name}_total": value for name, value in asdict(state.counters).items()}
-    listed = sorted(state.requests(), key=lambda r: (r.status is not Status.RUNNING, r.key))
+    listed = sorted(state.requests(), key=lambda r: (r.status is not Status.RUNNING, r.rank))
+    ahead = {id(request): place for place, request in enumerate(state.queue)}
     return {
         "metrics": {
             "num_requests_running": running,
@@ -36,7 +37,9 @@ def snapshot(state: State, now: float) -> dict[str, object]:
             {"identity": gateway.identity, "connected": gateway.peer is not None, "requests": len(gateway.requests)}
             for gateway in state.gateways.values()
         ],
-        "requests": [_request(state, request, now) for request in islice(listed, MAX_LISTED_REQUESTS)],
+        "requests": [
+            _request(state, request, ahead.get(id(request), 0), now) for request in islice(listed, MAX_LISTED_REQUESTS)
+        ],
         "requests_total": running + len(state.queue),
     }
 
@@ -71,13 +74,14 @@ def _worker(worker: WorkerState, now: float) -> dict[str, object]:
     }
 
 
-def _request(state: State, request: Request, now: float) -> dict[str, object]:
+def _request(state: State, request: Request, ahead: int, now: float) -> dict[str, object]:
     output = sum(max(len(state.tokens_of(s)) - len(request.prompt), 0) for s in request.sequences)
     return {
         "request_id": request.request_id,
         "status": request.status.value,
         "worker": request.worker or None,
         "waits_for": request.waits_for or None,
+        "requests_ahead": ahead,
         "sequences": len(request.sequences),
         "priority": request.priority,
         "age_seconds": round(now - request.arrived_at, 3),
