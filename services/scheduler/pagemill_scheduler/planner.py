@@ -175,10 +175,10 @@ def _add_chunk(state: State, worker: WorkerState, slot: int, draft: Draft) -> No
         return
     table.computed[slot] = start + count
     draft.budget -= count
+    if state.config.prefix_caching:
+        naming.name_slot(worker, slot)  # before it forks: the forks need not find the names again
     samples = _sample_after_prompt(worker, slot, draft) if start + count == length else 0
     draft.chunks.append((slot, start, count, samples))
-    if state.config.prefix_caching:
-        naming.name_slot(worker, slot)
 
 
 def _sample_after_prompt(worker: WorkerState, slot: int, draft: Draft) -> int:

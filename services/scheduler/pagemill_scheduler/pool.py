@@ -72,16 +72,20 @@ class BlockPool:
         """
         # The end of a sequence is evicted before its beginning, which more requests may share.
         blocks = np.concatenate([table[::-1] for table in tables]) if len(tables) > 1 else tables[0][::-1]
-        left = self.refs[blocks] - 1
-        if len(tables) > 1 and left.any():
-            # Some are shared, perhaps with one another: then each must see what the one before it left.
-            for table in tables:
-                self.release([table])
-            return
+        refs = self.refs[blocks]
+        if len(tables) == 1 or (refs == 1).all():
+            left = refs - 1
+            self.refs[blocks] = left
+            freed = blocks[left == 0]
+        else:
+            np.subtract.at(self.refs, blocks, 1)
+            left = self.refs[blocks]
+            # What several of the tables share is given back by the last of them.
+            freed = blocks[left == 0]
+            last = len(freed) - 1 - np.unique(freed[::-1], return_index=True)[1]
+            freed = freed[np.sort(last)]
         if left.size and left.min() < 0:
             raise RuntimeError(f"blocks {blocks[left < 0].tolist()} released, but nobody refers to them")
-        self.refs[blocks] = left
-        freed = blocks[left == 0]
         keep = self.names.named[freed]
         self._evictable.add(freed[keep])
         self._push(freed[~keep])
