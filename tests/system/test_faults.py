@@ -217,9 +217,10 @@ def test_a_worker_that_is_told_to_stop_hands_over_at_once(pair: Fleet, expected:
     leaver = pair.workers[0]
     assert pair.share(leaver) > 0
     leaver.send(signal.SIGTERM)
-    assert leaver.ended() == 0
+    pair.until(lambda: pair.worker_state(leaver) is None, "the worker has been let go")
     assert not any(call.done for call in calls)
     assert_right(pair, calls, expected, "a worker left")
+    assert leaver.ended() == 0
     assert pair.counter("workers_lost_total") == lost
 
 

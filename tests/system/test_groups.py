@@ -100,7 +100,9 @@ class Outputs:
 
 
 def start_search(server: LiveServer, prompt: list[int], fields: dict[str, Any], max_tokens: int) -> Call:
-    return server.start(prompt=prompt, max_tokens=max_tokens, n=fields["beam_width"], use_beam_search=True, **fields)
+    return server.start(
+        prompt=prompt, max_tokens=max_tokens, n=fields["beam_width"], use_beam_search=True, logprobs=1, **fields
+    )
 
 
 def compare_search(agreement: Agreement, expected: ReferenceSearch, found: Outputs, what: str) -> None:
@@ -120,10 +122,21 @@ def check_searches(
     agreement = Agreement("beam search")
     for (number, fields), call, search in zip(cases, calls, expected, strict=True):
         compare_search(agreement, search, Outputs.of(call), f"{PROMPTS[number][:40]!r} with {fields}")
+        check_logprobs(call, fields)
     agreement.conclude()
     server.until_idle()
     ends = {tokens[-1] in reference.end_ids for search in expected for tokens in search.outputs}
     assert ends == {True, False}
+
+
+def check_logprobs(call: Call, fields: dict[str, Any]) -> None:
+    """Those of the tokens of each finished beam add up to its score."""
+    [answer] = call.chunks
+    for choice in answer["choices"]:
+        values = choice["logprobs"]["token_logprobs"]
+        assert len(values) == len(choice["token_ids"])
+        total = sum(values) / len(values) ** fields.get("length_penalty", 1.0)
+        assert total == pytest.approx(choice["score"], abs=SCORE_BOUND)
 
 
 def expected_searches(
@@ -277,9 +290,23 @@ def test_cached_prefixes_change_nothing(ample: Workload, server: ServeCommand, r
         assert cached == (len(prompt) - 1) // 16 * 16
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute", pytest.param("auto", marks=pytest.mark.full)])
-def test_half_of_the_blocks_that_are_needed(mode: str, ample: Workload, cache: Path, reference: ReferenceModel) -> None:
-    """Groups are preempted, and give what they give in an ample pool; then both pools are empty."""
+@pytest.mark.parametrize(
+    ("mode", "space"),
+    [
+        ("swap", 2.0),
+        ("recompute", 2.0),
+        pytest.param("auto", 2.0, marks=pytest.mark.full),
+        pytest.param("swap", 0.1, marks=pytest.mark.full),
+        pytest.param("swap", 0.0, marks=pytest.mark.full),
+    ],
+)
+def test_half_of_the_blocks_that_are_needed(
+    mode: str, space: float, ample: Workload, cache: Path, reference: ReferenceModel
+) -> None:
+    """Groups are preempted, and give what they give in an ample pool; then both pools are empty.
+
+    ``space`` is that of the host pool, in device pools: where there is too little, groups are recomputed.
+    """
     blocks = ample.peak // 2
     with ipc_folder() as folder:
         server = ServeCommand(
@@ -287,7 +314,7 @@ def test_half_of_the_blocks_that_are_needed(mode: str, ample: Workload, cache: P
             mode,
             cache_dir=cache,
             num_kv_blocks=blocks,
-            num_swap_blocks=2 * blocks,
+            num_swap_blocks=int(space * blocks),
             preemption_mode=mode,
             max_num_batched_tokens=256,
             check_invariants=True,
@@ -301,10 +328,11 @@ def test_half_of_the_blocks_that_are_needed(mode: str, ample: Workload, cache: P
             server.close()
     assert peak <= blocks
     assert metrics["num_preemptions_total"] > 0
-    if mode == "swap":
+    if mode == "swap" and space:
         assert metrics["swapped_out_blocks_total"] > 0
         assert metrics["swapped_in_blocks_total"] > 0
-    if mode == "recompute":
+    if mode == "recompute" or not space:
         assert metrics["swapped_out_blocks_total"] == 0
+    if mode == "recompute" or space < 1:
         assert metrics["recomputed_tokens_total"] > 0
     compare(ample, outputs, reference, f"half of the blocks, {mode}")

@@ -66,12 +66,12 @@ def check_alone_and_together(server: ServeCommand, bodies: list[dict[str, Any]],
 
 def test_preempted_requests_lose_and_repeat_nothing_and_penalties_see_their_outputs(tiny: ServeCommand) -> None:
     bodies: list[dict[str, Any]] = [
-        {"prompt": prompt_of(20, variant), "max_tokens": 48, "ignore_eos": True} for variant in range(4)
+        {"prompt": prompt_of(20, variant), "max_tokens": 36, "ignore_eos": True} for variant in range(4)
     ]
     bodies[1]["repetition_penalty"] = 1.3
     bodies[2] |= {"presence_penalty": 1.0, "frequency_penalty": 0.5}
     before = tiny.counter("num_preemptions_total")
-    check_alone_and_together(tiny, bodies, "four sequences of five blocks in ten")
+    check_alone_and_together(tiny, bodies, "four sequences of four blocks in ten")
     assert tiny.counter("num_preemptions_total") > before
     assert tiny.counter("recomputed_tokens_total") > 0
     tiny.until_idle()
@@ -79,7 +79,7 @@ def test_preempted_requests_lose_and_repeat_nothing_and_penalties_see_their_outp
 
 def test_all_need_a_block_in_the_same_step_when_none_is_free(tiny: ServeCommand) -> None:
     bodies = [
-        {"prompt": prompt_of(2 * BLOCK - 1, variant), "max_tokens": 24, "ignore_eos": True} for variant in range(5)
+        {"prompt": prompt_of(2 * BLOCK - 1, variant), "max_tokens": 20, "ignore_eos": True} for variant in range(5)
     ]
     before = tiny.counter("num_preemptions_total")
     calls = check_alone_and_together(tiny, bodies, "five sequences that fill the pool")

@@ -84,8 +84,8 @@ def test_a_killed_worker_is_started_again_and_its_requests_finish(server: ServeC
     server.until_idle()
 
 
-def test_a_stopped_server_leaves_nothing_in_shared_memory(server: ServeCommand) -> None:
-    """Nothing is put there at all, so nothing can be left (nor can a container's small /dev/shm be too small)."""
+def test_no_part_uses_shared_memory(server: ServeCommand) -> None:
+    """So nothing can be left there, and a container's /dev/shm cannot be too small."""
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in server.parts().values()]
     assert len(maps) == 3
     assert not any("/dev/shm" in text for text in maps)

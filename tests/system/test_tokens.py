@@ -18,7 +18,7 @@ from pagemill_shared.manifest import prepared_folder
 
 pytestmark = pytest.mark.timeout(300)
 
-TOKENS = 20
+TOKENS = 16
 END = 2
 STREAMS = 32
 
