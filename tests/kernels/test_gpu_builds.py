@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ import pytest
 PROGRAM = Path(__file__).parent / "programs" / "gpu_builds.py"
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes that a program may take. The builds for 8.0 also run on 8.6 and 8.9, which have the least."""
+STACK = 0 if version("triton").startswith("3.9") else 8
+"""Bytes of stack that a thread may have. The ptxas of triton 3.6 keeps one 8-byte value of some variants there, to stay
+at 64, 96 or 128 registers."""
 KERNELS = {"attend", "reduce_parts", "rotate_and_write", "copy_blocks"}
 
 
@@ -30,7 +34,7 @@ def check(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     builds = [json.loads(line) for line in run.stdout.splitlines()]
     sys.stdout.writelines(_line(build) for build in builds)
     assert {build["kernel"] for build in builds} == KERNELS
-    spilled = [build for build in builds if build["stack"] or build["local"]]
+    spilled = [build for build in builds if build["stack"] > STACK or build["local"]]
     assert not spilled
     large = [build for build in builds if build["shared"] > SHARED_MEMORY[build["target"]]]
     assert not large

@@ -51,7 +51,7 @@ def test_single_rows_and_part_filled_blocks(rows: list[tuple[int, int]], block_s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.usefixtures("short_parts")
 def test_split_key_ranges(dtype: torch.dtype, window: int | None) -> None:
     case = Case([(170, 1), (5, 1), (90, 1), (200, 4), (2, 2)], kv_heads=1, group=3, head_dim=64, dtype=dtype)
