@@ -8,19 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from pagemill_testing.cpu_kernels import compiled, isa_names
 from pagemill_testing.live_server import ServeCommand
 from pagemill_testing.program import Program
 from pagemill_testing.sockets import ipc_folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The workers' cache folders are new: none is to compile the kernels once more."""
-    library = compiled(isa_names()[0], tmp_path_factory)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PAGEMILL_KERNELS_DIR", str(library.parent))
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -37,9 +37,7 @@ class Program:
     def __init__(self, folder: Path, name: str, command: str, **settings: object) -> None:
         self.name = name
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
-        # Settings come as flags alone; where compiled kernels are is none.
-        kept = ("PAGEMILL_KERNELS_DIR",)
-        environment = {key: os.environ[key] for key in os.environ if not key.startswith("PAGEMILL_") or key in kept}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PAGEMILL_")}
         python = (sys.executable, "-P", "-m")
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
