@@ -20,17 +20,21 @@ def _say_nothing(_: str) -> None:
 
 
 def select_kernels(
-    device: torch.device, cache_dir: Path | None = None, report: Callable[[str], None] = _say_nothing
+    device: torch.device,
+    cache_dir: Path | None = None,
+    report: Callable[[str], None] = _say_nothing,
+    prebuilt: Path | None = None,
 ) -> Kernels[Any]:
     """The fastest set that works on ``device``; plain torch works on all.
 
     Args:
         cache_dir: where kernels that are compiled on first use are kept; None to compile none.
         report: told in one line of what takes long, and why plain torch runs where faster kernels were to be had.
+        prebuilt: where CPU kernels lie that were compiled ahead of time.
     """
     if device.type == "cpu":
         try:
-            return load_cpu_kernels(cache_dir, report)
+            return load_cpu_kernels(prebuilt, cache_dir, report)
         except BuildError as error:
             report(f"warning: plain torch runs in place of faster kernels: {error}")
     if device.type == "cuda":

@@ -221,6 +221,11 @@ class ExecutionSettings(SettingsGroup):
     num_threads: int | None = Field(
         None, ge=1, le=4096, description="CPU threads of the forward pass; measured at start by default"
     )
+    kernels_dir: Path | None = Field(
+        None,
+        description="folder of CPU kernels that were compiled ahead of time; compiled on first use, into the cache "
+        "folder, by default",
+    )
 
 
 class GatewaySettings(

@@ -13,7 +13,7 @@ from pagemill_testing.cpu_kernels import compiled, isa_names
 
 from pagemill_kernels.cpu import build
 from pagemill_kernels.cpu.build import BuildError, cpu_features, isas, main, prebuilt_name, usable_isas
-from pagemill_kernels.cpu.cached import PREBUILT, find_library
+from pagemill_kernels.cpu.cached import find_library
 from pagemill_kernels.cpu.kernels import CpuKernels
 from pagemill_kernels.reference import TorchKernels
 from pagemill_kernels.select import select_kernels
@@ -46,7 +46,6 @@ else:
     program.chmod(0o755)
     runs.touch()
     monkeypatch.setenv("CXX", str(program))
-    monkeypatch.delenv(PREBUILT, raising=False)
     return runs
 
 
@@ -69,27 +68,27 @@ def test_compiled_once_then_found(tmp_path: Path, compiler: Path) -> None:
 
 
 def test_another_compiler_compiles_anew(tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_library(tmp_path / "cache", str)
+    find_library(None, tmp_path / "cache", str)
     monkeypatch.setenv("CXX", os.environ["CXX"] + " --of-another-kind")
-    find_library(tmp_path / "cache", str)
+    find_library(None, tmp_path / "cache", str)
     assert compiler.read_text() == "run\n" * 2
 
 
 def test_a_poisoned_file_is_compiled_anew(tmp_path: Path, compiler: Path) -> None:
-    library, _ = find_library(tmp_path / "cache", str)
+    library, _ = find_library(None, tmp_path / "cache", str)
     good = library.read_bytes()
     for poison in (b"", good[:1000], b"\x7fELF" + good[4:-1] + b"!"):
         library.unlink()  # a loaded library must not change under its process
         library.write_bytes(poison)
         assert isinstance(select_kernels(CPU, tmp_path / "cache"), CpuKernels)
-        assert find_library(tmp_path / "cache", str)[0].read_bytes() == good
+        assert find_library(None, tmp_path / "cache", str)[0].read_bytes() == good
     assert compiler.read_text() == "run\n" * 4
 
 
 def test_two_processes_compile_once(tmp_path: Path, compiler: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from pagemill_kernels.cpu.cached import find_library; "
-        "print(find_library(Path(sys.argv[1]), str)[0])"
+        "print(find_library(None, Path(sys.argv[1]), str)[0])"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "cache")]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -101,7 +100,6 @@ def test_two_processes_compile_once(tmp_path: Path, compiler: Path) -> None:
 
 
 def test_plain_torch_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(PREBUILT, raising=False)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     reports: list[str] = []
@@ -114,18 +112,16 @@ def test_plain_torch_when_the_compiler_fails(tmp_path: Path, monkeypatch: pytest
     program.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit\necho 'x.cpp:1: error: no such luck' >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("CXX", str(program))
-    monkeypatch.delenv(PREBUILT, raising=False)
     reports: list[str] = []
     assert isinstance(select_kernels(CPU, tmp_path / "cache", reports.append), TorchKernels)
     assert "error: no such luck" in reports[-1]
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
-def test_plain_torch_when_the_library_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_when_the_library_is_none(tmp_path: Path) -> None:
     (tmp_path / prebuilt_name(usable_isas()[0])).write_bytes(b"not a library")
-    monkeypatch.setenv(PREBUILT, str(tmp_path))
     reports: list[str] = []
-    assert isinstance(select_kernels(CPU, None, reports.append), TorchKernels)
+    assert isinstance(select_kernels(CPU, None, reports.append, tmp_path), TorchKernels)
     assert "cannot be loaded" in said(reports)
 
 
@@ -134,10 +130,10 @@ def test_plain_torch_when_the_folder_is_read_only_or_everyones(tmp_path: Path, c
     reports: list[str] = []
     assert isinstance(select_kernels(CPU, tmp_path / "file", reports.append), TorchKernels)
     assert "cannot be used" in said(reports)
-    library, _ = find_library(tmp_path / "cache", str)
+    library, _ = find_library(None, tmp_path / "cache", str)
     library.parent.chmod(0o777)
     with pytest.raises(BuildError, match="other users"):
-        find_library(tmp_path / "cache", str)
+        find_library(None, tmp_path / "cache", str)
 
 
 def test_compiled_ahead_of_time(
@@ -147,11 +143,10 @@ def test_compiled_ahead_of_time(
     names = {Path(line).name for line in capsys.readouterr().out.splitlines()}
     assert names == {path.name for path in (tmp_path / "built").iterdir()}
     assert {prebuilt_name(isa) for isa in usable_isas()} <= names
-    monkeypatch.setenv(PREBUILT, str(tmp_path / "built"))
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX")
     reports: list[str] = []
-    assert isinstance(select_kernels(CPU, None, reports.append), CpuKernels)
+    assert isinstance(select_kernels(CPU, None, reports.append, tmp_path / "built"), CpuKernels)
     assert not reports
 
 

@@ -2,8 +2,9 @@
 
     python -m pagemill_kernels.cpu.build FOLDER
 
-leaves a library for every instruction set of this kind of machine in FOLDER, where ``PAGEMILL_KERNELS_DIR`` makes the
-worker look: for images that are built on one machine and run on another, with no compiler in them.
+leaves a library for every instruction set of this kind of machine in FOLDER, where the worker's ``--kernels-dir``
+(``PAGEMILL_KERNELS_DIR``) makes it look: for images that are built on one machine and run on another, with no compiler
+in them.
 """
 
 from __future__ import annotations

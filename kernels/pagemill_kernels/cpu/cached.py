@@ -27,13 +27,12 @@ from pagemill_kernels.cpu.build import (
     usable_isas,
 )
 
-PREBUILT = "PAGEMILL_KERNELS_DIR"
 
-
-def find_library(cache_dir: Path | None, report: Callable[[str], None]) -> tuple[Path, Isa]:
+def find_library(prebuilt: Path | None, cache_dir: Path | None, report: Callable[[str], None]) -> tuple[Path, Isa]:
     """A library for the best instruction set of this machine.
 
     Args:
+        prebuilt: where libraries lie that were compiled ahead of time; None for none.
         cache_dir: what is compiled on first use is kept below it; None to compile nothing.
         report: told before something that takes long.
 
@@ -43,14 +42,16 @@ def find_library(cache_dir: Path | None, report: Callable[[str], None]) -> tuple
     usable = usable_isas()
     if not usable:
         raise BuildError("there are no kernels for this machine's CPU")
-    prebuilt = os.environ.get(PREBUILT)
-    for isa in usable if prebuilt else ():
-        path = Path(prebuilt or "") / prebuilt_name(isa)
-        if path.is_file():
-            _refuse_foreign(path.parent)
-            return path, isa
+    if prebuilt is not None:
+        for isa in usable:
+            path = prebuilt / prebuilt_name(isa)
+            if path.is_file():
+                _refuse_foreign(prebuilt)
+                return path, isa
+        if cache_dir is None:
+            raise BuildError(f"{prebuilt} holds none of this version for this machine's CPU")
     if cache_dir is None:
-        raise BuildError(f"{prebuilt or PREBUILT} holds no library of this version for this machine's CPU")
+        raise BuildError("none were compiled ahead of time, and there is no folder to keep them in")
     return _kept(cache_dir, usable[0], report), usable[0]
 
 

@@ -16,13 +16,13 @@ from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels
 from pagemill_kernels.reference import TorchKernels
 
 
-def load_cpu_kernels(cache_dir: Path | None, report: Callable[[str], None]) -> CpuKernels:
+def load_cpu_kernels(prebuilt: Path | None, cache_dir: Path | None, report: Callable[[str], None]) -> CpuKernels:
     """The compiled kernels for this machine; the arguments are those of `find_library`.
 
     Raises:
         BuildError: there are none, or they do not load, or they compute something else than plain torch does.
     """
-    path, isa = find_library(cache_dir, report)
+    path, isa = find_library(prebuilt, cache_dir, report)
     try:
         kernels = CpuKernels(load_library(path), isa.name)
     except (OSError, AttributeError) as error:

@@ -44,7 +44,7 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
     dtype = _dtype(settings.dtype, config.get("dtype") or config.get("torch_dtype"), device)
     max_model_len = _max_model_len(settings.max_model_len, manifest)
     report(f"loading {manifest.name} as {_name(dtype)} on {device}", None)
-    kernels = select_kernels(device, settings.cache_dir, lambda text: report(text, None))
+    kernels = select_kernels(device, settings.cache_dir, lambda text: report(text, None), prebuilt=settings.kernels_dir)
     try:
         model = load_model(folder, config, max_model_len, dtype, device, kernels)
     except (MemoryError, torch.OutOfMemoryError):
