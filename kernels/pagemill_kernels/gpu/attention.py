@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Built once for all layers, widths of block tables, and places of the tables in what was uploaded.
+@triton.jit(do_not_specialize=["layer", "table_stride"], do_not_specialize_on_alignment=["tables"])
 def attend(
     query,
     cache,
@@ -113,7 +114,7 @@ def attend(
         tl.store(partial_lse + where_part, lse, mask=token < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_tokens"])
 def reduce_parts(
     reductions,
     partial,

@@ -5,7 +5,7 @@ Nothing here waits for the device: the arrays of an iteration go up from page-lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pagemill_kernels.gpu import attention, blocks, write
 from pagemill_kernels.gpu.tiles import Tile, chunk_tile, decode_tile, power_of_two
-from pagemill_kernels.gpu.work import Packed, Rows, Work, plan_work
+from pagemill_kernels.gpu.work import NO_REDUCTION, Packed, Rows, Work, plan_work
 from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels
 from pagemill_kernels.reference import TorchKernels
 
@@ -73,6 +73,7 @@ class TritonKernels(Kernels[TritonStep]):
         super().__init__()
         self._num_processors = num_processors
         self._staged = TorchKernels()
+        self._reduced: set[tuple[Tile, int, torch.dtype]] = set()
         self._is_interpreted = bool(triton.knobs.runtime.interpret)
 
     @classmethod
@@ -203,8 +204,13 @@ class TritonKernels(Kernels[TritonStep]):
                 tile=tile,
                 num_processors=self._num_processors,
             )
-            if work.items.size:
-                launches.append(_launch(work, tile, num_kv_heads, head_dim, cache.device))
+            if not work.items.size:
+                continue
+            if not work.reductions.size and (tile, group, cache.dtype) not in self._reduced:
+                # Built with the first launch, in warm-up, and not while the first long row waits.
+                work = replace(work, reductions=NO_REDUCTION, most_tokens=1)
+            self._reduced.add((tile, group, cache.dtype))
+            launches.append(_launch(work, tile, num_kv_heads, head_dim, cache.device))
         return launches
 
     # ------------------------------------------------------------ blocks

@@ -27,6 +27,9 @@ MIN_CHUNK_PART = 2048
 Numbers = npt.NDArray[np.int64]
 Packed = npt.NDArray[np.int32]
 
+NO_REDUCTION: Packed = np.zeros((1, REDUCTION_FIELDS), np.int32)
+"""A reduction of no tokens, which does nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:

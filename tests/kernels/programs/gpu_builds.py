@@ -51,17 +51,21 @@ class Recorder:
         assert list(values) == names
         signature, constants, attributes = {}, dict(named), {}
         for index, (name, value) in enumerate(values.items()):
+            parameter = self.kernel.params[index]
+            is_special = not parameter.do_not_specialize
             if isinstance(value, torch.Tensor):
                 signature[name] = POINTERS[value.dtype]
-                attributes[(index,)] = [["tt.divisibility", 16]]
-            elif name in named or value == 1:
+                is_divisible = not parameter.do_not_specialize_on_alignment
+            elif name in named or (isinstance(value, int) and value == 1 and is_special):
                 signature[name], constants[name] = "constexpr", value
+                is_divisible = False
             elif isinstance(value, float):
-                signature[name] = "fp32"
+                signature[name], is_divisible = "fp32", False
             else:
                 signature[name] = "i64" if value >= 2**31 else "i32"
-                if value % 16 == 0:
-                    attributes[(index,)] = [["tt.divisibility", 16]]
+                is_divisible = value % 16 == 0
+            if is_divisible and is_special:
+                attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, attributes)
         self.builds.setdefault(repr((signature, constants, attributes, options)), (source, options))
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_case import Case
+from paged_case import PROCESSORS, Case
 
 from pagemill_kernels.gpu import work
+from pagemill_kernels.gpu.kernels import TritonKernels
 from pagemill_kernels.interface import AttentionSpec
 
 MIXED = [(1, 1), (16, 1), (17, 1), (53, 1), (9, 9), (30, 3), (23, 23), (40, 1)]
@@ -37,6 +38,19 @@ def test_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
 def test_window_and_soft_cap(window: int, soft_cap: float | None) -> None:
     Case(MIXED, kv_heads=1).check(AttentionSpec(0.3, window, soft_cap))
+
+
+def test_reduction_is_built_with_the_first_launch_alone() -> None:
+    case = Case([(20, 1)], kv_heads=1)
+    spec = AttentionSpec(0.25)
+    kernels = TritonKernels(PROCESSORS)
+    most = []
+    for _ in range(2):
+        step = kernels.prepare(case.batch(), case.cache)
+        kernels.rotate_and_write(case.qkv, None, case.cache, step, 1)
+        kernels.attention(case.qkv[:, : case.num_heads], case.cache, step, 1, spec)
+        most.append([launch.most_tokens for launch in step.launches[None, 2]])
+    assert most == [[1], [0]]
 
 
 @pytest.mark.parametrize("scale", [0.5, 50.0])
