@@ -83,8 +83,8 @@ def test_one_client_given_id_for_two_requests(server: ServeCommand) -> None:
 # ---------------------------------------------------------------- nobody is held up
 
 
-def test_a_long_prompt_does_not_stall_a_running_stream(server: ServeCommand) -> None:
-    """By the scheduler's own count: the stream gets a token in every iteration that computes the prompt."""
+def test_a_long_prompt_stalls_neither_a_running_stream_nor_a_short_prompt(server: ServeCommand) -> None:
+    """By the scheduler's own count the stream gets a token in every iteration that computes the long prompt."""
     running = server.stream(prompt=FRANCE, max_tokens=400, ignore_eos=True, request_id="running")
     running.until_tokens(3)
     long = server.stream(prompt=[300 + i % 1000 for i in range(1300)], max_tokens=2, request_id="long")
@@ -96,6 +96,7 @@ def test_a_long_prompt_does_not_stall_a_running_stream(server: ServeCommand) -> 
         )
 
     seen = [server.until_state(in_prefill, "the long prompt is being computed")]
+    short = server.stream(prompt=FRANCE, max_tokens=2)
     while in_prefill(state := server.state()):
         seen.append(state)
     (first, last) = (
@@ -103,13 +104,11 @@ def test_a_long_prompt_does_not_stall_a_running_stream(server: ServeCommand) -> 
         for state in (seen[0], seen[-1])
     )
     iterations, tokens = last[0] - first[0], last[1]["output_tokens"] - first[1]["output_tokens"]
-    assert iterations >= 2
+    assert iterations >= 1
     # Results come up to two plans after their dispatch.
     assert abs(iterations - tokens) <= 2
     long.succeeded()
-    place = long.order[1]
-    during = [order for order, piece in zip(running.order, running.chunks, strict=True) if order < place]
-    assert len(during) > 3 + iterations
+    assert short.succeeded().order[1] < long.order[1]
     server.drop(running)
     server.until_idle()
 
