@@ -119,6 +119,7 @@ class PrefixNames:
         self._child[before[usual]] = blocks[usual]
         usual = usual[self._child[before[usual]] == blocks[usual]]
         self._set(index[usual], nodes[usual], tokens[usual])
+        nodes[usual] = self._node[index[usual]]  # siblings may share the block: both go on from its one node
         self._parent[index[usual]] = parents[usual]
         if len(usual) < len(blocks):
             for i in np.setdiff1d(np.arange(len(blocks)), usual, assume_unique=True).tolist():
