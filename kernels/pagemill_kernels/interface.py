@@ -11,13 +11,15 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 PADDING_BLOCK = 0
+Quantization = Literal["none", "int8"]
+"""How a product stores its weights: as they are, or in 8 bits with one scale per output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +137,11 @@ class Kernels(ABC, Generic[Step]):
         gate, up = gate_up.chunk(2, -1)
         return functional.silu(gate).mul_(up)
 
-    def own_linear(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Linear] | None:
-        """What makes this set's own product of weight [out, in] and bias [out]; None where torch's are to be used."""
+    def own_linear(
+        self, dtype: torch.dtype, quantization: Quantization = "none"
+    ) -> Callable[[Tensor, Tensor | None], Linear] | None:
+        """What makes this set's own product of weight [out, in] and bias [out], which are of ``dtype``; None where it
+        has none: torch's do without quantisation."""
         return None
 
     @abstractmethod

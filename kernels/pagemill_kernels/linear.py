@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagemill_kernels.interface import Kernels, Linear
+from pagemill_kernels.interface import Kernels, Linear, Quantization
 
 
 class TorchLinear(Linear):
@@ -52,10 +52,24 @@ class LinearFactory:
 
     Attributes:
         name: what the linears it makes run on.
+
+    Raises:
+        ValueError: nothing here computes with weights that are quantised so.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, kernels: Kernels[Any] | None = None) -> None:
-        make: Callable[[Tensor, Tensor | None], Linear] | None = kernels.own_linear(dtype) if kernels else None
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels[Any] | None = None,
+        quantization: Quantization = "none",
+    ) -> None:
+        make: Callable[[Tensor, Tensor | None], Linear] | None = None
+        if kernels is not None:
+            make = kernels.own_linear(dtype, quantization)
+        if make is None and quantization != "none":
+            own = "no kernels" if kernels is None else f"the {kernels.name} kernels"
+            raise ValueError(f"{own} have no {quantization} product for {str(dtype).removeprefix('torch.')}")
         if make is None:
             packing = device.type == "cpu" and dtype == torch.float32 and _packing_works()
             make = PackedLinear if packing else TorchLinear

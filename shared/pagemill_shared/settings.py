@@ -201,6 +201,11 @@ class ExecutionSettings(SettingsGroup):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="weights and activations")
+    quantization: Literal["none", "int8"] = Field(
+        "none",
+        description="how matrix products are computed; int8 (CPU, float32): 8-bit weights with a scale per output, "
+        "inputs with a scale per token",
+    )
     max_model_len: int | None = Field(
         None, ge=1, le=4_194_304, description="longest sequence in tokens; the model's own limit by default"
     )

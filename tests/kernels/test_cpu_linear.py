@@ -10,8 +10,9 @@ from pagemill_testing.cpu_kernels import isa_names, loaded
 from torch.nn import functional
 
 from pagemill_kernels.cpu.kernels import CpuKernels
-from pagemill_kernels.cpu.linear import CpuLinear
+from pagemill_kernels.cpu.linear import CompiledLinear, Int8Linear, PackedLinear
 from pagemill_kernels.linear import LinearFactory
+from pagemill_kernels.reference import TorchKernels
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 1), (7, 3), (16, 16), (33, 50), (96, 80), (131, 577), (960, 576)]
@@ -28,7 +29,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("added", [False, True])
 def test_products(library: ctypes.CDLL, outputs: int, inputs: int, bias: bool, added: bool) -> None:
     weight, offset = torch.randn(outputs, inputs), torch.randn(outputs) if bias else None
-    product = CpuLinear(library, weight, offset)
+    product = PackedLinear(library, weight, offset)
     for rows in [*range(1, 18), 27, 28, 29, 33, 97, 225, 260]:
         x, more = torch.randn(rows, inputs), torch.randn(rows, outputs) if added else None
         expected = functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
@@ -38,15 +39,18 @@ def test_products(library: ctypes.CDLL, outputs: int, inputs: int, bias: bool, a
 
 def test_rows_beside_others_in_a_wider_tensor(library: ctypes.CDLL) -> None:
     weight, wide = torch.randn(50, 30), torch.randn(5, 90)
-    product = CpuLinear(library, weight, None)
+    product = PackedLinear(library, weight, None)
     for x in (wide[:, 30:60], wide[:, ::3], wide.T[:30].T):
         torch.testing.assert_close(product(x), functional.linear(x, weight), atol=1e-4, rtol=1e-4)
     assert product(wide[:0, :30]).shape == (0, 50)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_computes_the_same_bits_in_any_batch(library: ctypes.CDLL, threads: int) -> None:
-    product = CpuLinear(library, torch.randn(1500, 576), torch.randn(1500))
+@pytest.mark.parametrize("kind", [PackedLinear, Int8Linear])
+def test_a_row_computes_the_same_bits_in_any_batch(
+    library: ctypes.CDLL, threads: int, kind: type[PackedLinear] | type[Int8Linear]
+) -> None:
+    product: CompiledLinear = kind(library, torch.randn(1500, 576), torch.randn(1500))
     x = torch.randn(300, 576)
     alone = torch.cat([product(row.unsqueeze(0)) for row in x[:40]])
     before = torch.get_num_threads()
@@ -66,8 +70,65 @@ def test_the_factory_uses_them(library: ctypes.CDLL) -> None:
     kernels = CpuKernels(library, "test")
     factory = LinearFactory(torch.float32, CPU, kernels)
     assert factory.name == "packed"
-    assert isinstance(factory(torch.randn(4, 4)), CpuLinear)
+    assert isinstance(factory(torch.randn(4, 4)), PackedLinear)
     assert LinearFactory(torch.bfloat16, CPU, kernels).name == "torch"
+
+
+def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row in 8 bits, and its scale: the specification."""
+    scale = x.abs().amax(1, keepdim=True) / 127
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    return (x * inverse).clamp(-127, 127).round(), scale
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_products_are_exact_sums(library: ctypes.CDLL, outputs: int, inputs: int, bias: bool) -> None:
+    weight, offset = torch.randn(outputs, inputs), torch.randn(outputs) if bias else None
+    weight[outputs // 2] = 0
+    q_w, s_w = quantised(weight)
+    product = Int8Linear(library, weight, offset)
+    for rows in [*range(1, 16), 28, 29, 260]:
+        x, added = torch.randn(rows, inputs) * 5, torch.randn(rows, outputs) if rows % 2 else None
+        x[rows // 2] = 0
+        q_x, s_x = quantised(x)
+        expected = (q_x.double() @ q_w.double().T) * (s_x.double() * s_w.double().T)
+        expected = expected + (0 if offset is None else offset) + (0 if added is None else added)
+        torch.testing.assert_close(product(x, added).double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_int8_with_the_largest_sums(library: ctypes.CDLL) -> None:
+    # What saturates in 16 bits, and what does not fit into 24.
+    for sign in (1, -1):
+        result = Int8Linear(library, torch.full((33, 4096), float(sign)), None)(torch.ones(3, 4096))
+        torch.testing.assert_close(result, torch.full((3, 33), 4096.0 * sign), atol=0, rtol=1e-6)
+
+
+def test_int8_error_is_that_of_8_bits(library: ctypes.CDLL) -> None:
+    weight, x = torch.randn(960, 576), torch.randn(64, 576)
+    expected = functional.linear(x, weight)
+    error = (Int8Linear(library, weight, None)(x) - expected).norm() / expected.norm()
+    assert error < 0.015
+
+
+@pytest.mark.parametrize("outlier", [1e4, 1e30, torch.inf, torch.nan])
+def test_an_outlier_in_one_row_leaves_the_others_as_they_are(library: ctypes.CDLL, outlier: float) -> None:
+    product = Int8Linear(library, torch.randn(960, 576), None)
+    x = torch.randn(32, 576)
+    before = product(x)
+    x[7, 100] = outlier
+    after = product(x)
+    others = [row for row in range(32) if row != 7]
+    assert torch.equal(after[others], before[others])
+    assert not torch.equal(after[7], before[7])
+    assert after[7].isfinite().all() == (abs(outlier) < torch.inf)
+
+
+def test_quantisation_without_kernels_for_it_is_refused(library: ctypes.CDLL) -> None:
+    assert LinearFactory(torch.float32, CPU, CpuKernels(library, "test"), "int8").name == "int8"
+    for dtype, kernels in ((torch.bfloat16, CpuKernels(library, "test")), (torch.float32, TorchKernels())):
+        with pytest.raises(ValueError, match="no int8 product for"):
+            LinearFactory(dtype, CPU, kernels, "int8")
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

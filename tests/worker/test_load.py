@@ -119,9 +119,23 @@ def test_other_dtypes(dtype: str, source: Path, tmp_path: Path) -> None:
     assert runner.cache.pool.dtype == load.DTYPES[dtype]
 
 
+def test_int8_products_serve_when_asked_for(source: Path, tmp_path: Path) -> None:
+    runner, hello = load_worker(settings(source, tmp_path, quantization="int8"), Reports())
+    assert hello.kernels == f"cpu-{isa_names()[0]}+int8"
+    driver = PlanDriver(runner)
+    [alone] = driver.add([5, 6, 7], 6)
+    driver.run()
+    mates = [driver.add([9 + row, 3], 6)[0] for row in range(3)]
+    [again] = driver.add([5, 6, 7], 6)
+    driver.run()
+    assert again.outputs == alone.outputs  # a row's scales are its own
+    assert all(len(mate.outputs) == 6 for mate in mates)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"quantization": "int8", "dtype": "bfloat16"}, "--quantization int8: .* no int8 product for bfloat16"),
         ({"max_model_len": 257}, "--max-model-len 257 is more than the 256 tokens"),
         ({"num_kv_blocks": 2**31 - 1}, r"GiB \(--num-kv-blocks: 2147483647 blocks .* does not fit into"),
         ({"kv_cache_memory": 1e6}, "does not fit"),

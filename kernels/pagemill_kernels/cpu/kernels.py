@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.cpu.library import DTYPES, Batch
-from pagemill_kernels.cpu.linear import CpuLinear
-from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels, Linear
+from pagemill_kernels.cpu.linear import Int8Linear, PackedLinear
+from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels, Linear, Quantization
 from pagemill_kernels.reference import TorchKernels, TorchStep
 
 
@@ -138,8 +138,12 @@ class CpuKernels(Kernels[CpuStep]):
         self._silu(gate_up.data_ptr(), out.data_ptr(), dtype, rows, size, torch.get_num_threads())
         return out
 
-    def own_linear(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Linear] | None:
-        return partial(CpuLinear, self._library) if dtype == torch.float32 else None
+    def own_linear(
+        self, dtype: torch.dtype, quantization: Quantization = "none"
+    ) -> Callable[[Tensor, Tensor | None], Linear] | None:
+        if dtype != torch.float32:
+            return None
+        return partial(Int8Linear if quantization == "int8" else PackedLinear, self._library)
 
     def copy_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> int:
         on_cpu = source.device.type == destination.device.type == pairs.device.type == "cpu"

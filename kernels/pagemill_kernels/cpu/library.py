@@ -54,6 +54,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "pm_linear_columns": (c_int64, []),
     "pm_linear_pack": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int32]),
     "pm_linear": (None, [c_void_p, *[c_int64] * 4, *[c_void_p] * 4, c_int32]),
+    "pm_int8_packed_bytes": (c_int64, [c_int64, c_int64]),
+    "pm_int8_row_bytes": (c_int64, [c_int64]),
+    "pm_int8_pack": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32]),
+    "pm_int8_linear": (None, [c_void_p, *[c_int64] * 4, *[c_void_p] * 7, c_int32]),
     "pm_copy_blocks": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32]),
 }
 

@@ -1,8 +1,12 @@
-"""Matrix products by the compiled kernels, over weights that they packed."""
+"""Matrix products by the compiled kernels, over weights that they packed.
+
+A row computes the same bits whatever rows are beside it. The plain weights are not kept.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
@@ -10,25 +14,12 @@ from torch import Tensor
 from pagemill_kernels.interface import Linear
 
 
-class CpuLinear(Linear):
-    """float32. A row computes the same bits whatever rows are beside it. The plain weight is not kept."""
+class CompiledLinear(Linear):
+    """What products of float32 inputs have in common."""
 
-    name = "packed"
-
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._outputs, self._inputs = weight.shape
-        columns = library.pm_linear_columns()
-        self._run = library.pm_linear
-        self._packed = torch.empty(-(-self._outputs // columns), self._inputs, columns)
-        library.pm_linear_pack(
-            weight.contiguous().data_ptr(),
-            self._outputs,
-            self._inputs,
-            self._packed.data_ptr(),
-            torch.get_num_threads(),
-        )
         self._bias = None if bias is None else bias.contiguous()
-        self._weight_address = self._packed.data_ptr()
         self._bias_address = None if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
@@ -37,16 +28,76 @@ class CpuLinear(Linear):
         if added is not None and not added.is_contiguous():
             added = added.contiguous()
         out = x.new_empty(x.shape[0], self._outputs)
+        self._compute(x, None if added is None else added.data_ptr(), out)
+        return out
+
+    @abstractmethod
+    def _compute(self, x: Tensor, added: int | None, out: Tensor) -> None:
+        """Fills ``out``; ``added`` is an address."""
+
+
+class PackedLinear(CompiledLinear):
+    """float32 weights."""
+
+    name = "packed"
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        columns = library.pm_linear_columns()
+        self._run = library.pm_linear
+        self._packed = torch.empty(-(-self._outputs // columns), self._inputs, columns)
+        self._address = self._packed.data_ptr()
+        weight = weight.contiguous()
+        library.pm_linear_pack(weight.data_ptr(), self._outputs, self._inputs, self._address, torch.get_num_threads())
+
+    def _compute(self, x: Tensor, added: int | None, out: Tensor) -> None:
         self._run(
             x.data_ptr(),
             x.stride(0),
             x.shape[0],
             self._outputs,
             self._inputs,
-            self._weight_address,
+            self._address,
             self._bias_address,
-            None if added is None else added.data_ptr(),
+            added,
             out.data_ptr(),
             torch.get_num_threads(),
         )
-        return out
+
+
+class Int8Linear(CompiledLinear):
+    """8-bit weights with one scale per output; inputs are brought to 8 bits with one scale per row, both symmetric.
+
+    With q_x, q_w rounded to -127..127: ``x @ weight.T`` is taken as ``s_x * s_w * (q_x @ q_w.T)``, summed in integers.
+    A row with an element that is not finite gives outputs that are not finite.
+    """
+
+    name = "int8"
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        columns = library.pm_linear_columns()
+        self._run = library.pm_int8_linear
+        self._row_bytes = library.pm_int8_row_bytes(self._inputs)
+        padded = -(-self._outputs // columns) * columns
+        self._packed = torch.empty(library.pm_int8_packed_bytes(self._outputs, self._inputs), dtype=torch.int8)
+        self._scales, self._shifts = torch.empty(padded), torch.empty(padded, dtype=torch.int32)
+        self._addresses = self._packed.data_ptr(), self._scales.data_ptr(), self._shifts.data_ptr()
+        weight = weight.contiguous()
+        library.pm_int8_pack(weight.data_ptr(), self._outputs, self._inputs, *self._addresses, torch.get_num_threads())
+
+    def _compute(self, x: Tensor, added: int | None, out: Tensor) -> None:
+        workspace = torch.empty(x.shape[0] * self._row_bytes, dtype=torch.uint8)
+        self._run(
+            x.data_ptr(),
+            x.stride(0),
+            x.shape[0],
+            self._outputs,
+            self._inputs,
+            *self._addresses,
+            self._bias_address,
+            added,
+            out.data_ptr(),
+            workspace.data_ptr(),
+            torch.get_num_threads(),
+        )

@@ -46,7 +46,7 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
     report(f"loading {manifest.name} as {_name(dtype)} on {device}", None)
     kernels = select_kernels(device, settings.cache_dir, lambda text: report(text, None), prebuilt=settings.kernels_dir)
     try:
-        model = load_model(folder, config, max_model_len, dtype, device, kernels)
+        model = load_model(folder, config, max_model_len, dtype, device, kernels, settings.quantization)
     except (MemoryError, torch.OutOfMemoryError):
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         raise ConfigurationError(

@@ -2,43 +2,32 @@
 // other, so that a panel is read from front to back whatever the number of rows.
 //
 // Every output is one sum over the inputs in ascending order: a row computes the same bits in any batch.
-#include "batch.h"
-#include "threads.h"
+#include "panels.h"
 
 namespace {
 
-constexpr int kVectors = LANES == 4 ? 4 : 2;     // vectors side by side in a panel
-constexpr int64_t kColumns = kVectors * LANES;
-constexpr int kRows = LANES == 8 ? 6 : LANES == 16 ? 14 : 6;  // rows at a time: sums, panel and factor fill the registers
-constexpr int64_t kBlockRows = 16 * kRows;        // rows whose inputs stay in cache while panels pass
-constexpr int64_t kProductsPerThread = 1 << 18;   // below which another thread does not pay
-constexpr int64_t kPrefetch = 2048;               // bytes ahead
+constexpr int64_t kAhead = 512;  // elements that are fetched ahead
 
 struct Product {
   const float* x;
-  int64_t x_stride, rows, outputs, inputs;
+  int64_t x_stride, outputs, inputs;
   const float *packed, *bias, *added;
   float* out;
 };
 
-template <int M> void tile(const Product& p, const float* panel, int64_t row, int64_t column) {
-  const float* x = p.x + row * p.x_stride;
-  const int64_t left = p.outputs - column;
+template <int M> void tile(const Product& p, int64_t index, int64_t row) {
+  const float *x = p.x + row * p.x_stride, *panel = p.packed + index * p.inputs * kColumns;
+  const int64_t column = index * kColumns;
   vf sums[M][kVectors];
   for (int n = 0; n < kVectors; ++n) {
-    vf start = {};
-    if (p.bias) {
-      if ((n + 1) * LANES <= left) start = load(p.bias + column + n * LANES);
-      else for (int i = 0; n * LANES + i < left; ++i) start[i] = p.bias[column + n * LANES + i];
-    }
+    const vf start = p.bias ? load_part(p.bias, column, p.outputs, n) : vf{};
     for (int m = 0; m < M; ++m) sums[m][n] = start;
   }
   for (int64_t k = 0; k < p.inputs; ++k, panel += kColumns) {
     vf w[kVectors];
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) w[n] = load(panel + n * LANES);
-    __builtin_prefetch(panel + kPrefetch / 4);
-    if (kColumns * 4 > 64) __builtin_prefetch(panel + kPrefetch / 4 + 16);
+    for (int64_t i = 0; i < kColumns; i += 16) __builtin_prefetch(panel + kAhead + i);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const vf factor = splat(x[m * p.x_stride + k]);
@@ -46,23 +35,17 @@ template <int M> void tile(const Product& p, const float* panel, int64_t row, in
       for (int n = 0; n < kVectors; ++n) sums[m][n] += factor * w[n];
     }
   }
-  for (int m = 0; m < M; ++m) {
-    float* out = p.out + (row + m) * p.outputs + column;
-    const float* added = p.added ? p.added + (row + m) * p.outputs + column : nullptr;
+  for (int m = 0; m < M; ++m)
     for (int n = 0; n < kVectors; ++n) {
-      if ((n + 1) * LANES <= left) {
-        store(out + n * LANES, added ? sums[m][n] + load(added + n * LANES) : sums[m][n]);
-      } else {
-        for (int i = 0; n * LANES + i < left; ++i) out[n * LANES + i] = sums[m][n][i] + (added ? added[n * LANES + i] : 0);
-      }
+      const int64_t at = (row + m) * p.outputs;
+      const vf sum = p.added ? sums[m][n] + load_part(p.added + at, column, p.outputs, n) : sums[m][n];
+      store_part(p.out + at, column, p.outputs, n, sum);
     }
-  }
 }
 
-typedef void (*tile_fn)(const Product&, const float*, int64_t, int64_t);
-template <int... M> struct Tiles { static constexpr tile_fn of[] = {tile<M + 1>...}; };
-template <int N, int... M> struct Upto : Upto<N - 1, N - 1, M...> {};
-template <int... M> struct Upto<0, M...> : Tiles<M...> {};
+typedef void (*tile_fn)(const Product&, int64_t, int64_t);
+template <int N, int... M> struct Tiles : Tiles<N - 1, N, M...> {};
+template <int... M> struct Tiles<0, M...> { static constexpr tile_fn of[] = {tile<M>...}; };
 
 }  // namespace
 
@@ -83,21 +66,8 @@ EXPORT void pm_linear_pack(const float* weight, int64_t outputs, int64_t inputs,
 // out.
 EXPORT void pm_linear(const float* x, int64_t x_stride, int64_t rows, int64_t outputs, int64_t inputs,
                       const float* packed, const float* bias, const float* added, float* out, int32_t threads) {
-  const Product p{x, x_stride, rows, outputs, inputs, packed, bias, added, out};
-  const int64_t panels = (outputs + kColumns - 1) / kColumns, blocks = (rows + kBlockRows - 1) / kBlockRows;
-  if (rows * outputs * inputs < 2 * kProductsPerThread) threads = 1;
-  // Threads take a few panels at a time, so that one that is slowed by other processes takes fewer.
-  int64_t group = panels / (threads * 6);
-  group = threads == 1 ? panels : group < 1 ? 1 : group;
-  const int64_t groups = (panels + group - 1) / group;
-  for_each(threads, groups * blocks, [&](int64_t item, int) {
-    const int64_t begin = item % groups * group, end = begin + group < panels ? begin + group : panels;
-    const int64_t top = item / groups * kBlockRows, bottom = top + kBlockRows < rows ? top + kBlockRows : rows;
-    const int64_t tiles = (bottom - top + kRows - 1) / kRows, height = (bottom - top + tiles - 1) / tiles;
-    for (int64_t panel = begin; panel < end; ++panel)
-      for (int64_t row = top; row < bottom; row += height) {
-        const int64_t n = bottom - row < height ? bottom - row : height;
-        Upto<kRows>::of[n - 1](p, packed + panel * inputs * kColumns, row, panel * kColumns);
-      }
+  const Product p{x, x_stride, outputs, inputs, packed, bias, added, out};
+  for_each_tile(threads, rows, outputs, inputs, [&](int64_t height, int64_t panel, int64_t row) {
+    Tiles<kRows>::of[height - 1](p, panel, row);
   });
 }

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pagemill_kernels.interface import Kernels
+from pagemill_kernels.interface import Kernels, Quantization
 from pagemill_kernels.linear import LinearFactory
 from pagemill_shared.errors import ConfigurationError
 from pagemill_worker.models.config import CacheDescription
@@ -41,11 +41,13 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels[Any],
+    quantization: Quantization = "none",
 ) -> Model:
     """The model in ``folder``, whose config.json is ``config``. ``kernels`` are those that it will run on.
 
     Raises:
-        ConfigurationError: the architecture, a variant, a dtype or a tensor is not supported, or a tensor is missing.
+        ConfigurationError: the architecture, a variant, a dtype, the quantisation or a tensor is not supported, or a
+            tensor is missing.
     """
     architectures = config.get("architectures") or ["an unnamed architecture"]
     if not any(name in SUPPORTED_ARCHITECTURES for name in architectures):
@@ -53,5 +55,10 @@ def load_model(
             f"architecture {', '.join(map(str, architectures))} is not supported; "
             f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    make = LinearFactory(dtype, device, kernels)
+    try:
+        make = LinearFactory(dtype, device, kernels, quantization)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--quantization {quantization}: {error}; it runs with compiled kernels on a CPU, --dtype float32"
+        ) from None
     return LlamaModel(read_llama_config(config), Weights(folder, dtype, device), max_model_len, dtype, device, make)
