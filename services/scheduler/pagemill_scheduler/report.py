@@ -20,19 +20,23 @@ def snapshot(state: State, now: float) -> dict[str, object]:
     used = sum(worker.pool.num_used for worker in state.workers.values())
     counters = {f"{name}_total": value for name, value in asdict(state.counters).items()}
     listed = sorted(state.requests(), key=lambda r: (r.status is not Status.RUNNING, r.rank))
+    wastes = {worker.identity: waste.measure(worker) for worker in state.workers.values()}
     ahead = {id(request): place for place, request in enumerate(state.queue)}
     return {
         "metrics": {
             "num_requests_running": running,
             "num_requests_waiting": len(state.queue),
             "kv_cache_usage_perc": used / total if total else 0.0,
+            "kv_slots_allocated": sum(figures.allocated_slots for figures in wastes.values()),
+            "kv_slots_filled": sum(figures.filled_slots for figures in wastes.values()),
+            "kv_blocks_saved_by_sharing": sum(figures.shared_blocks_saved for figures in wastes.values()),
             "num_requests_swapped": sum(1 for request in state.queue if request.swapped_to),
             "num_preemptions_total": counters.pop("preemptions_total"),
             **counters,
         },
         "stopping": state.stopping,
         "ready_workers": len(state.ready_workers()),
-        "workers": [_worker(worker, now) for worker in state.workers.values()],
+        "workers": [_worker(worker, wastes[worker.identity], now) for worker in state.workers.values()],
         "gateways": [
             {"identity": gateway.identity, "connected": gateway.peer is not None, "requests": len(gateway.requests)}
             for gateway in state.gateways.values()
@@ -44,7 +48,7 @@ def snapshot(state: State, now: float) -> dict[str, object]:
     }
 
 
-def _worker(worker: WorkerState, now: float) -> dict[str, object]:
+def _worker(worker: WorkerState, figures: waste.Waste, now: float) -> dict[str, object]:
     hello, pool = worker.hello, worker.pool
     return {
         "identity": worker.identity,
@@ -70,7 +74,7 @@ def _worker(worker: WorkerState, now: float) -> dict[str, object]:
             "bytes_each": hello.block_bytes,
         },
         "swap_blocks": {"total": worker.host.num_blocks, "free": worker.host.num_free},
-        "waste": asdict(waste.measure(worker)),
+        "waste": asdict(figures),
     }
 
 
