@@ -228,3 +228,11 @@ def test_a_preempted_group_takes_only_the_seats_that_it_still_needs() -> None:
     core.run()
     core.check(urgent, *others)
     assert len(core.answer(group).tokens[3]) == 40
+
+
+@pytest.mark.parametrize("budget", range(4, 17))
+def test_a_group_forks_wherever_the_last_chunk_of_its_prompt_begins(budget: int) -> None:
+    core = single(num_blocks=30, max_num_seqs=4, max_num_batched_tokens=budget)
+    group = core.submit(ids(16), samples(3, 5))
+    core.run()
+    core.check(group)

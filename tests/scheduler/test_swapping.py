@@ -246,3 +246,15 @@ def test_no_list_of_a_plan_has_a_block_twice() -> None:
         for pairs in (plan.swap_out, plan.swap_in, plan.block_copies):
             assert len(np.unique(pairs[:, 1])) == len(pairs)
         assert not set(plan.block_copies[:, 0].tolist()) & set(plan.block_copies[:, 1].tolist())
+
+
+def test_what_others_computed_meanwhile_is_not_computed_again() -> None:
+    core = swapping(block_size=4, num_blocks=30, max_num_batched_tokens=8, max_num_seqs=1, prefix_caching=True)
+    slow = core.submit(ids(40), greedy(5), priority=1)
+    core.step(2)
+    urgent = core.submit(ids(40), greedy(5), priority=0)
+    core.run()
+    core.check(slow, urgent)
+    assert core.preemptions(slow) == 1
+    join = [join for plan in core.plans for join in plan.joined][-1]
+    assert join.computed == 36
