@@ -166,7 +166,7 @@ class TestSentencePiece:
         assert sentencepiece.encode(text).tokens == expected
 
     @settings(max_examples=300, deadline=None)
-    @given(text=TEXTS.filter(lambda text: SPACE not in text and not {"<tool>", "<s>", "</s>", "<unk>"} & set(text)))
+    @given(text=TEXTS.filter(lambda text: not any(name in text for name in (SPACE, "<tool>", "<s>", "</s>", "<unk>"))))
     def test_decoding_gives_back_every_text(self, sentencepiece: Tokenizer, text: str) -> None:
         assert sentencepiece.decode(sentencepiece.encode(text).ids) == text
 
