@@ -1,0 +1,102 @@
+"""What a decode iteration of the whole worker costs: real plans, the bundled model, sampling included.
+
+    python benchmarks/decode_step.py [--quick] [--json] [--quantization none,int8] [--threads 1]
+
+Every row has `context` tokens whose keys and values are taken as computed. A step is `Runner.execute` of a plan that
+decodes all rows greedily. Reported: median time by the clock and median processor time of the calling thread (all of
+the work when --threads is 1), and tokens per second from the former.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Literal, cast
+
+import numpy as np
+
+from pagemill_shared.messages import IterationPlan, SequenceJoin, WorkerWelcome
+from pagemill_shared.sampling import SamplingParams
+from pagemill_shared.settings import WorkerSettings
+from pagemill_worker.load import load_worker
+from pagemill_worker.runner import Runner
+
+LOADS = ((1, 64), (8, 64), (32, 64), (32, 512))
+
+
+def joins(rows: int, context: int, steps: int, block_size: int) -> tuple[SequenceJoin, ...]:
+    """Rows with ``context`` computed tokens, one that is not, and blocks enough for ``steps`` more."""
+    blocks_each = -(-(context + 1 + steps) // block_size)
+    random = np.random.default_rng(1)
+    # Blocks of a sequence lie anywhere in the pool, as they do after some time of serving.
+    blocks = random.permutation(rows * blocks_each).astype(np.int32).reshape(rows, blocks_each) + 1
+    return tuple(
+        SequenceJoin(
+            slot=slot,
+            sequence=0,
+            prompt_length=context + 1,
+            computed=context,
+            token_ids=random.integers(100, 40_000, context + 1).astype(np.int32),
+            block_table=blocks[slot],
+            sampling=SamplingParams(temperature=0.0),
+        )
+        for slot in range(rows)
+    )
+
+
+def measure(runner: Runner, rows: int, context: int, steps: int) -> tuple[float, float]:
+    """Median seconds of a step: by the clock, and of this thread's processor time."""
+    runner.begin(WorkerWelcome(epoch=0, max_num_seqs=rows, max_num_batched_tokens=rows))
+    slots = np.arange(rows, dtype=np.int32)
+    joined = joins(rows, context, steps, runner.cache.block_size)
+    wall, processor = [], []
+    for iteration in range(steps):
+        plan = IterationPlan(0, iteration + 1, joined=joined if iteration == 0 else (), decode_rows=slots)
+        clock, thread = time.perf_counter(), time.thread_time()
+        runner.execute(plan)
+        wall.append(time.perf_counter() - clock)
+        processor.append(time.thread_time() - thread)
+    return statistics.median(wall[2:]), statistics.median(processor[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--quantization", default="none,int8", help="comma-separated: none, int8")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    steps = 12 if arguments.quick else 60
+    cases: list[dict[str, object]] = []
+    for quantization in arguments.quantization.split(","):
+        settings = WorkerSettings(
+            quantization=cast(Literal["none", "int8"], quantization),
+            num_threads=arguments.threads,
+            num_kv_blocks=2048,
+            num_swap_blocks=0,
+        )
+        runner, hello = load_worker(settings, lambda text, done: None)
+        print(f"{hello.model}, {hello.dtype}, quantization {quantization}, {hello.kernels}, {hello.device}")
+        print(f"{'rows':>5} {'context':>8} {'clock ms':>9} {'cpu ms':>9} {'tokens/s':>9}")
+        for rows, context in LOADS:
+            wall, processor = measure(runner, rows, context, steps)
+            cases.append(
+                {
+                    "quantization": quantization,
+                    "kernels": hello.kernels,
+                    "rows": rows,
+                    "context": context,
+                    "clock_ms": round(wall * 1e3, 2),
+                    "cpu_ms": round(processor * 1e3, 2),
+                    "tokens_per_s": round(rows / wall, 1),
+                }
+            )
+            print(f"{rows:5} {context:8} {wall * 1e3:9.2f} {processor * 1e3:9.2f} {rows / wall:9.1f}")
+    if arguments.json:
+        print(json.dumps({"benchmark": "decode_step", "threads": arguments.threads, "steps": steps, "cases": cases}))
+
+
+if __name__ == "__main__":
+    main()
