@@ -8,18 +8,25 @@ docs/api.md holds the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError
 
-Accepts = Callable[[Any], bool]
+
+@dataclass(frozen=True, slots=True)
+class Accepts:
+    """Exactly these values; ``1`` is not ``True``."""
+
+    values: tuple[object, ...]
+
+    def __call__(self, value: object) -> bool:
+        return any(type(value) is type(allowed) and value == allowed for allowed in self.values)
 
 
 def only(*values: object) -> Accepts:
-    """Exactly these values; ``1`` is not ``True``."""
-    return lambda value: any(type(value) is type(allowed) and value == allowed for allowed in values)
+    return Accepts(values)
 
 
 NOTHING = only()
@@ -40,3 +47,32 @@ class RequestBody(BaseModel):
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema of what is accepted: null for a field that may be left out, and the fields that are not served."""
+        schema = handler(core_schema)
+        whole = handler.resolve_ref_schema(schema)
+        properties = whole["properties"]
+        required = set(whole.get("required", ()))
+        for name, field in properties.items():
+            if name not in required:
+                properties[name] = nullable(field)
+        for name, accepts in cls.unserved.items():
+            properties[name] = {
+                "enum": [*accepts.values, None],
+                "description": "Not served: only what asks for nothing is accepted.",
+            }
+        for name in sorted(cls.ignored):
+            properties[name] = {"description": "Accepted and ignored."}
+        return schema
+
+
+def nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of the same values and of null."""
+    if schema.get("type") == "null" or {"type": "null"} in schema.get("anyOf", ()):
+        return schema
+    kept: dict[str, Any] = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+    inner = {key: value for key, value in schema.items() if key not in kept}
+    branches = inner["anyOf"] if set(inner) == {"anyOf"} else [inner]
+    return {"anyOf": [*branches, {"type": "null"}], **kept}

@@ -72,7 +72,9 @@ class ConversationFields(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, json_schema_extra={"propertyNames": {"not": {"enum": [*sorted(RESERVED_KWARGS)]}}}
+    )
 
     @field_validator("chat_template_kwargs")
     @classmethod

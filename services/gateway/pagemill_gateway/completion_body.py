@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -13,6 +13,16 @@ from pagemill_gateway.group_fields import MAX_CHOICES
 from pagemill_shared.sampling import MAX_LOGPROBS, MAX_TOKENS
 
 MAX_PROMPTS = 256
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(min_length=1)]
+Prompt = (
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+"""What a client may send; for the schema, since pydantic's own errors about it would name no place."""
 
 
 class CompletionBody(GenerationBody):
@@ -25,7 +35,7 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
 
-    @field_validator("prompt", mode="wrap")
+    @field_validator("prompt", mode="wrap", json_schema_input_type=Prompt)
     @classmethod
     def _check_prompt(cls, value: Any, _handler: Any) -> Any:
         return check_prompt(value)

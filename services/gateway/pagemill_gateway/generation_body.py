@@ -12,6 +12,8 @@ from pagemill_shared.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOK
 
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -76,7 +78,9 @@ class GenerationBody(GroupFields, RequestBody):
     repetition_penalty: float | None = Field(None, ge=1e-4, le=1e4)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(
+        None, max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}
+    )
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
 
     stop: list[str] = Field(default_factory=list)
@@ -90,7 +94,7 @@ class GenerationBody(GroupFields, RequestBody):
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     request_id: str | None = Field(None, min_length=1, max_length=256)
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=Stop)
     @classmethod
     def _check_stop(cls, value: Any) -> Any:
         stops = [value] if isinstance(value, str) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -11,6 +11,8 @@ from pagemill_gateway.bodies import RequestBody
 from pagemill_gateway.errors import ApiError
 
 _MAX_SHOWN = 64
+_PLAIN = frozenset({int, str, dict, bool})
+"""Types of items in which no whole number can hide."""
 
 R = TypeVar("R", bound=RequestBody)
 
@@ -27,7 +29,7 @@ def parse_body(cls: type[R], raw: bytes) -> R:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if type(data) is not dict:
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    data = {name: value for name, value in data.items() if value is not None}
+    data = {name: _whole(value) for name, value in data.items() if value is not None}
     for name, accepts in cls.unserved.items():
         if name in data and not accepts(data.pop(name)):
             raise ApiError(
@@ -42,6 +44,15 @@ def parse_body(cls: type[R], raw: bytes) -> R:
         return cls.model_validate(data)
     except ValidationError as error:
         raise _validation_error(error) from None
+
+
+def _whole(value: Any) -> Any:
+    """``16.0`` is the integer 16, as JSON Schema has it: some languages write no other. Also within lists."""
+    if type(value) is float:
+        return int(value) if value.is_integer() else value
+    if type(value) is list and not _PLAIN.issuperset(map(type, value)):
+        return [_whole(item) for item in value]
+    return value
 
 
 def _validation_error(error: ValidationError) -> ApiError:

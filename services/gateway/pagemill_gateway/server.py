@@ -5,16 +5,20 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Awaitable, Callable
+from functools import cached_property
+from importlib.metadata import version
 
 import structlog
 from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute, Route, Router
+from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from pagemill_gateway import chat, completions, status, tokens
+from pagemill_gateway import chat, completions, operations, status, tokens
 from pagemill_gateway.engine import Engine
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.exchange import ClientGoneError, Exchange
+from pagemill_gateway.exchange import ClientGoneError, Exchange, json_text
+from pagemill_gateway.openapi import document
+from pagemill_gateway.operations import Operation
 from pagemill_shared.settings import GatewaySettings
 
 Handler = Callable[[Engine, Exchange, bytes], Awaitable[None]]
@@ -37,7 +41,8 @@ class Gateway:
         self._max_body_bytes = settings.max_body_bytes
         self._key = settings.api_key.encode() if settings.api_key is not None else None
         self._log = structlog.get_logger("pagemill.gateway")
-        self._router = Router(self._routes(), redirect_slashes=False)
+        self.routes: list[Route] = self._routes()
+        self._router = Router(self.routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # No middleware: each layer of it would cost every streamed token a coroutine.
@@ -79,26 +84,41 @@ class Gateway:
 
     # ------------------------------------------------------------ routes
 
-    def _routes(self) -> list[BaseRoute]:
-        def post(path: str, handler: Handler) -> Route:
-            return Route(path, _Endpoint(self._guarded(handler, with_body=True)), methods=["POST"])
-
-        def get(path: str, handler: Handler) -> Route:
-            return Route(path, _Endpoint(self._guarded(handler, with_body=False)), methods=["GET"])
-
+    def _routes(self) -> list[Route]:
         return [
-            post("/v1/chat/completions", chat.chat_completions),
-            post("/v1/completions", completions.completions),
-            post("/tokenize", tokens.tokenize),
-            post("/detokenize", tokens.detokenize),
-            get("/v1/models", status.models),
-            get("/v1/models/{model:path}", status.model),
-            get("/v1/pagemill/state", status.state),
-            get("/metrics", status.metrics),
-            Route("/version", _Endpoint(status.server_version), methods=["GET"]),
-            Route("/health", _Endpoint(self._health), methods=["GET"]),
-            Route("/ready", _Endpoint(self._ready), methods=["GET"]),
+            self._route(operations.CHAT, chat.chat_completions),
+            self._route(operations.COMPLETION, completions.completions),
+            self._route(operations.TOKENIZE, tokens.tokenize),
+            self._route(operations.DETOKENIZE, tokens.detokenize),
+            self._route(operations.MODELS, status.models),
+            self._route(operations.MODEL, status.model),
+            self._route(operations.STATE, status.state),
+            self._route(operations.METRICS, status.metrics),
+            self._open_route(operations.VERSION, status.server_version),
+            self._open_route(operations.HEALTH, self._health),
+            self._open_route(operations.READY, self._ready),
+            Route("/openapi.json", Endpoint(self._openapi, None), methods=["GET"]),
         ]
+
+    def _route(self, operation: Operation, handler: Handler) -> Route:
+        """For what needs the key and the model."""
+        call = self._guarded(handler, with_body=operation.method == "POST")
+        return Route(operation.path, Endpoint(call, operation), methods=[operation.method])
+
+    def _open_route(self, operation: Operation, call: Call) -> Route:
+        return Route(operation.path, Endpoint(call, operation), methods=[operation.method])
+
+    @property
+    def operations(self) -> list[Operation]:
+        """All that the OpenAPI document describes."""
+        return [operation for route in self.routes if (operation := operation_of(route)) is not None]
+
+    @cached_property
+    def _document(self) -> bytes:
+        return json_text(document(self.operations, version("pagemill"), with_key=self._key is not None))
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        await exchange.send_json_text(self._document)
 
     def _guarded(self, handler: Handler, with_body: bool) -> Call:
         async def call(exchange: Exchange) -> None:
@@ -146,14 +166,25 @@ class Gateway:
         await exchange.send_json({"status": word, "model": engine.name, "ready_workers": fleet.ready_workers})
 
 
-class _Endpoint:
-    """An ASGI application around one call; the router takes a plain function for a request handler of its own kind."""
+class Endpoint:
+    """An ASGI application around one call; the router takes a plain function for a request handler of its own kind.
 
-    def __init__(self, call: Call) -> None:
+    Attributes:
+        operation: what the OpenAPI document tells of it; None for what is no part of the API.
+    """
+
+    def __init__(self, call: Call, operation: Operation | None) -> None:
+        self.operation = operation
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._call(scope["exchange"])
+
+
+def operation_of(route: Route) -> Operation | None:
+    """What the OpenAPI document tells of a route; None for what is no part of the API."""
+    assert isinstance(route.app, Endpoint)
+    return route.app.operation
 
 
 def _routing_error(scope: Scope, error: HTTPException) -> ApiError:

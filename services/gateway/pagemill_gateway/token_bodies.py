@@ -8,7 +8,7 @@ from pydantic import field_validator
 
 from pagemill_gateway.bodies import NOTHING, Accepts, RequestBody, only
 from pagemill_gateway.chat_body import ConversationFields
-from pagemill_gateway.completion_body import check_token_ids
+from pagemill_gateway.completion_body import TokenId, check_token_ids
 
 
 class TokenizeTextBody(RequestBody):
@@ -36,7 +36,7 @@ class DetokenizeBody(RequestBody):
 
     tokens: list[int]
 
-    @field_validator("tokens", mode="wrap")
+    @field_validator("tokens", mode="wrap", json_schema_input_type=list[TokenId])
     @classmethod
     def _check_tokens(cls, value: Any, _handler: Any) -> Any:
         if not isinstance(value, list):
