@@ -129,13 +129,36 @@ class Kernels(ABC, Generic[Step]):
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``x`` [T, size], each row divided by its root mean square, times ``weight`` [size]."""
-        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+        """``x`` [T, size], each row divided by its root mean square, times ``weight`` [size], of ``x``'s dtype or
+        float32; the result is of ``x``'s dtype."""
+        return functional.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
+
+    def norm_heads(self, qkv: Tensor, weights: Tensor, eps: float) -> None:
+        """`rms_norm` of each of the first H heads by itself, in place.
+
+        Args:
+            qkv: [T, H or more, head_dim].
+            weights: [H, head_dim], of ``qkv``'s dtype or float32.
+        """
+        heads = qkv[:, : weights.shape[0]]
+        normed = functional.rms_norm(heads.to(weights.dtype), (weights.shape[1],), None, eps)
+        torch.mul(normed, weights, out=normed)
+        heads.copy_(normed)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, size] of [T, 2 * size]: silu of the first half, times the second."""
         gate, up = gate_up.chunk(2, -1)
         return functional.silu(gate).mul_(up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, size] of [T, 2 * size]: gelu of the first half, times the second."""
+        gate, up = gate_up.chunk(2, -1)
+        return functional.gelu(gate).mul_(up)
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        """As `gelu_mul`, with gelu's approximation by tanh."""
+        gate, up = gate_up.chunk(2, -1)
+        return functional.gelu(gate, approximate="tanh").mul_(up)
 
     def own_linear(
         self, dtype: torch.dtype, quantization: Quantization = "none"

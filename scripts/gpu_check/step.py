@@ -18,7 +18,8 @@ from pagemill_shared.messages import IterationPlan, SequenceJoin, WorkerWelcome
 from pagemill_shared.sampling import SamplingParams
 from pagemill_worker.batch import build_batch
 from pagemill_worker.cache import KVCache
-from pagemill_worker.models.llama import LlamaModel, read_llama_config
+from pagemill_worker.models.architectures import ARCHITECTURES
+from pagemill_worker.models.decoder import DecoderModel
 from pagemill_worker.runner import Runner
 
 BLOCK_SIZE = 16
@@ -30,7 +31,7 @@ def make_runner(shape: Shape, batch: int, context: int, steps: int, device: torc
     """A runner whose pool holds ``batch`` sequences of ``context`` tokens and ``steps`` more."""
     longest = context + steps + 1
     weights = cast(Any, RandomWeights(shape, device))
-    model = LlamaModel(read_llama_config(shape.config), weights, longest, DTYPE, device)
+    model = DecoderModel(ARCHITECTURES["LlamaForCausalLM"](shape.config), weights, longest, DTYPE, device)
     cache = KVCache(model.cache, BLOCK_SIZE, batch * -(-longest // BLOCK_SIZE), 0, DTYPE, device)
     cache.pool.normal_()
     return Runner(model, cache, kernels, longest, device)

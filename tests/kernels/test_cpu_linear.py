@@ -143,7 +143,27 @@ def test_row_operations(library: ctypes.CDLL, dtype: torch.dtype, size: int) -> 
         gate_up = (torch.randn(rows, 2 * size) * 8).to(dtype)
         gate, up = gate_up.float().chunk(2, -1)
         torch.testing.assert_close(kernels.silu_mul(gate_up), (functional.silu(gate) * up).to(dtype), **close)
-    assert kernels.calls == {"rms_norm": 3, "silu_mul": 3}
+        expected = (functional.gelu(gate, approximate="tanh") * up).to(dtype)
+        torch.testing.assert_close(kernels.gelu_tanh_mul(gate_up), expected, **close)
+    assert kernels.calls == {"rms_norm": 3, "silu_mul": 3, "gelu_tanh_mul": 3}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_norm_of_heads(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    kernels = CpuKernels(library, "test")
+    for rows, all_heads, heads, size in ((1, 3, 2, 16), (7, 12, 10, 80), (300, 6, 5, 5)):
+        qkv, weights = (torch.randn(rows, all_heads, size) * 3).to(dtype), torch.randn(heads, size).to(dtype)
+        plain, mixed = qkv.clone(), qkv.clone()
+        TorchKernels().norm_heads(plain, weights, 1e-5)
+        for head in range(heads):
+            expected = functional.rms_norm(qkv[:, head].float(), (size,), weights[head].float(), 1e-5)
+            torch.testing.assert_close(plain[:, head].float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert torch.equal(plain[:, heads:], qkv[:, heads:])
+        kernels.norm_heads(qkv, weights, 1e-5)
+        torch.testing.assert_close(qkv, plain, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        kernels.norm_heads(mixed, weights.float(), 1e-5)
+        torch.testing.assert_close(mixed, plain, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert kernels.calls["norm_heads"] == (6 if dtype == torch.float32 else 3)
 
 
 def test_row_operations_at_the_edges(library: ctypes.CDLL) -> None:
@@ -151,6 +171,8 @@ def test_row_operations_at_the_edges(library: ctypes.CDLL) -> None:
     gates = torch.tensor([[-1e4, -100, -88, -87, -1e-30, 0, 87, 88, 100, 1e4, *[0.5] * 22]])
     result = kernels.silu_mul(torch.cat((gates, torch.ones_like(gates)), 1))
     torch.testing.assert_close(result, functional.silu(gates), atol=1e-30, rtol=1e-5)
+    result = kernels.gelu_tanh_mul(torch.cat((gates, torch.ones_like(gates)), 1))
+    torch.testing.assert_close(result, functional.gelu(gates, approximate="tanh"), atol=1e-30, rtol=1e-5)
     x = torch.randn(3, 32)
     x[1, 3] = torch.nan
     result = kernels.rms_norm(x, torch.ones(32), 1e-6)

@@ -52,7 +52,8 @@ class CpuKernels(Kernels[CpuStep]):
             library.pm_attention,
             library.pm_copy_blocks,
         )
-        self._norm, self._silu = library.pm_rms_norm, library.pm_silu_mul
+        self._norm, self._head_norm = library.pm_rms_norm, library.pm_norm_heads
+        self._silu, self._gelu_tanh = library.pm_silu_mul, library.pm_gelu_tanh_mul
         self._workspace: int = library.pm_workspace_new()
         weakref.finalize(self, library.pm_workspace_free, self._workspace)
 
@@ -127,15 +128,35 @@ class CpuKernels(Kernels[CpuStep]):
         self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), dtype, rows, size, eps, threads)
         return out
 
+    def norm_heads(self, qkv: Tensor, weights: Tensor, eps: float) -> None:
+        dtype = DTYPES.get(qkv.dtype)
+        if dtype is None or weights.dtype != qkv.dtype or not (qkv.is_contiguous() and weights.is_contiguous()):
+            self.calls["norm_heads:torch"] += 1
+            return super().norm_heads(qkv, weights, eps)
+        self.calls["norm_heads"] += 1
+        heads, size = weights.shape
+        threads = torch.get_num_threads()
+        self._head_norm(qkv.data_ptr(), weights.data_ptr(), dtype, *qkv.shape[:2], heads, size, eps, threads)
+        return None
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gated = self._gated(self._silu, gate_up)
+        self.calls["silu_mul:torch" if gated is None else "silu_mul"] += 1
+        return super().silu_mul(gate_up) if gated is None else gated
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        gated = self._gated(self._gelu_tanh, gate_up)
+        self.calls["gelu_tanh_mul:torch" if gated is None else "gelu_tanh_mul"] += 1
+        return super().gelu_tanh_mul(gate_up) if gated is None else gated
+
+    def _gated(self, run: Callable[..., None], gate_up: Tensor) -> Tensor | None:
+        """None where the compiled kernel does not serve ``gate_up``."""
         dtype = DTYPES.get(gate_up.dtype)
         if dtype is None or not gate_up.is_contiguous():
-            self.calls["silu_mul:torch"] += 1
-            return super().silu_mul(gate_up)
-        self.calls["silu_mul"] += 1
+            return None
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
-        self._silu(gate_up.data_ptr(), out.data_ptr(), dtype, rows, size, torch.get_num_threads())
+        run(gate_up.data_ptr(), out.data_ptr(), dtype, rows, size, torch.get_num_threads())
         return out
 
     def own_linear(

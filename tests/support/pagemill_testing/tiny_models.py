@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from pagemill_kernels.interface import Kernels, Quantization
 from pagemill_kernels.select import select_kernels
 from pagemill_worker.cache import KVCache
 from pagemill_worker.models.registry import load_model
@@ -56,10 +57,12 @@ def make_runner(
     max_model_len: int = 256,
     dtype: torch.dtype = torch.float32,
     clock: Callable[[], float] = lambda: 0.0,
+    kernels: Kernels[Any] | None = None,
+    quantization: Quantization = "none",
 ) -> Runner:
     config = json.loads((folder / "config.json").read_text())
-    kernels = select_kernels(CPU)
-    model = load_model(folder, config, max_model_len, dtype, CPU, kernels)
+    kernels = kernels or select_kernels(CPU)
+    model = load_model(folder, config, max_model_len, dtype, CPU, kernels, quantization)
     cache = KVCache(model.cache, block_size, num_blocks, num_swap_blocks, dtype, CPU)
     return Runner(model, cache, kernels, max_model_len, CPU, clock)
 

@@ -1,4 +1,4 @@
-"""The architectures that the worker runs.
+"""The models that the worker runs; `registry` loads one by the architecture's name in its config.json.
 
-One file per family; `registry` maps the architecture's name in a model's config.json to it.
+`decoder` is one decoder with all its variants: `description` names them, `architectures` has one entry per family.
 """

@@ -12,13 +12,14 @@ from torch import Tensor
 from pagemill_kernels.interface import Kernels, Quantization
 from pagemill_kernels.linear import LinearFactory
 from pagemill_shared.errors import ConfigurationError
+from pagemill_worker.models.architectures import ARCHITECTURES
 from pagemill_worker.models.config import CacheDescription
-from pagemill_worker.models.llama import LlamaModel, read_llama_config
+from pagemill_worker.models.decoder import DecoderModel
 from pagemill_worker.models.weights import Weights
 
 
 class Model(Protocol):
-    """What the runner needs of a model; `LlamaModel` documents it."""
+    """What the runner needs of a model; `DecoderModel` documents it."""
 
     cache: CacheDescription
     vocab_size: int
@@ -29,9 +30,6 @@ class Model(Protocol):
     ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
-
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
 
 
 def load_model(
@@ -50,10 +48,11 @@ def load_model(
             tensor is missing.
     """
     architectures = config.get("architectures") or ["an unnamed architecture"]
-    if not any(name in SUPPORTED_ARCHITECTURES for name in architectures):
+    describe = next((ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES), None)
+    if describe is None:
         raise ConfigurationError(
             f"architecture {', '.join(map(str, architectures))} is not supported; "
-            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"supported are {', '.join(ARCHITECTURES)}"
         )
     try:
         make = LinearFactory(dtype, device, kernels, quantization)
@@ -61,4 +60,4 @@ def load_model(
         raise ConfigurationError(
             f"--quantization {quantization}: {error}; it runs with compiled kernels on a CPU, --dtype float32"
         ) from None
-    return LlamaModel(read_llama_config(config), Weights(folder, dtype, device), max_model_len, dtype, device, make)
+    return DecoderModel(describe(config), Weights(folder, dtype, device), max_model_len, dtype, device, make)
