@@ -5,12 +5,14 @@ To change a message, change docs/protocol.md in the same commit; raise PROTOCOL_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated
 
 import numpy as np
 
+from pagemill_shared.records import Packed, PackedSequence, Record
 from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.schema import (
     MAX_MESSAGE_BYTES,
@@ -152,7 +154,7 @@ class SubmitRequest(Message):
     handle: Handle
     request_id: Annotated[str, Text(256)]
     prompt_token_ids: Annotated[Int32Array, Int32s(MAX_TOKENS_PER_SEQUENCE, low=0)]
-    sampling: Annotated[SamplingParams, Nested(SamplingParams)]
+    sampling: Annotated[SamplingParams, Packed(SamplingParams)]
     priority: Annotated[int, Int(-(2**31), INT32_MAX)] = 0
     cache_salt: Annotated[str, Text(256)] = ""
 
@@ -375,7 +377,7 @@ class WorkerWelcome(Message):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SequenceJoin(Message):
+class SequenceJoin(Record):
     """A sequence described in full, once, when it joins a worker.
 
     Attributes:
@@ -392,7 +394,7 @@ class SequenceJoin(Message):
     computed: Annotated[int, Int(0, MAX_TOKENS_PER_SEQUENCE)]
     token_ids: Annotated[Int32Array, Int32s(MAX_TOKENS_PER_SEQUENCE, low=0)]
     block_table: Annotated[Int32Array, Int32s(MAX_TOKENS_PER_SEQUENCE, low=1)]
-    sampling: Annotated[SamplingParams, Nested(SamplingParams)]
+    sampling: Annotated[SamplingParams, Packed(SamplingParams)]
 
 
 @WIRE.add(65)
@@ -423,7 +425,7 @@ class IterationPlan(Message):
     epoch: Epoch
     iteration: Number
     released: Annotated[Int32Array, Int32s(MAX_ROWS, low=0)] = field(default_factory=_no_int32)
-    joined: Annotated[tuple[SequenceJoin, ...], Tuple(Nested(SequenceJoin), MAX_ROWS)] = ()
+    joined: Annotated[Sequence[SequenceJoin], PackedSequence(SequenceJoin, MAX_ROWS)] = ()
     forks: Annotated[Int32Array, Int32s(MAX_ROWS, columns=3, low=0)] = field(default_factory=_no_triples)
     new_blocks: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, columns=3, low=0)] = field(default_factory=_no_triples)
     swap_out: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, columns=2, low=0)] = field(default_factory=_no_pairs)

@@ -13,7 +13,8 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from pagemill_shared.schema import Bool, Float, Float32Array, Float32s, Int, Int32Array, Int32s, Message, Optional
+from pagemill_shared.records import Record
+from pagemill_shared.schema import Bool, Float, Float32Array, Float32s, Int, Int32Array, Int32s, Optional
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -38,7 +39,7 @@ class EarlyStopping(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SamplingParams(Message):
+class SamplingParams(Record):
     """How the tokens of one request are chosen, with every default resolved by the gateway.
 
     Attributes:

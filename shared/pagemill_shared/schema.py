@@ -189,8 +189,10 @@ class Nested(Kind):
         return self.cls(*unpack_fields(self.cls, self.layout, raw))
 
 
-def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+def getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
     """As attrgetter, but with a tuple for one name and for none, too."""
+    if len(names) > 1:
+        return attrgetter(*names)
     return lambda value: tuple(getattr(value, name) for name in names)
 
 
@@ -201,7 +203,7 @@ class Layout:
         self.fields = tuple(fields)
         names = [name for name, _ in fields]
         # One call for all fields, then one for each that needs packing: this is on the path of every iteration.
-        self._get: Callable[[Any], tuple[Any, ...]] = attrgetter(*names) if len(names) > 1 else _getter(names)
+        self._get = getter(names)
         self.unpackers = tuple(kind.unpack for _, kind in fields)
         self._packers = tuple((i, kind.pack) for i, (_, kind) in enumerate(fields) if not kind.as_is)
 
@@ -264,8 +266,8 @@ class Message:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, tuple):
-        return isinstance(b, tuple) and len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
 
 

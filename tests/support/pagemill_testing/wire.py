@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from pagemill_shared import schema
+from pagemill_shared import records, schema
 from pagemill_shared.messages import WIRE
-from pagemill_shared.schema import Kind, Layout, Message
+from pagemill_shared.schema import Kind, Layout, Message, layout_of
 
 
 def values(kind: Kind) -> st.SearchStrategy[Any]:
@@ -36,6 +36,10 @@ def values(kind: Kind) -> st.SearchStrategy[Any]:
             return st.lists(values(inner), max_size=3).map(tuple)
         case schema.Nested(cls=cls, layout=layout):
             return _fields(layout).map(lambda items: cls(*items))
+        case records.Packed(layout=records.RecordLayout(cls=cls)):
+            return _fields(layout_of(cls)).map(lambda items: cls(*items))
+        case records.PackedSequence(layout=records.RecordLayout(cls=cls)):
+            return st.lists(_fields(layout_of(cls)).map(lambda items: cls(*items)), max_size=3).map(tuple)
     raise TypeError(f"no strategy for {type(kind).__name__}")
 
 
