@@ -14,6 +14,7 @@ from pagemill_testing.cpu_kernels import compiled, isa_names
 from pagemill_testing.plan_driver import PlanDriver
 from pagemill_testing.tiny_models import VOCAB, greedy, save, tiny_llama
 from tokenizers import Tokenizer, models
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from pagemill_shared.codec import decode, encode
 from pagemill_shared.errors import ConfigurationError
@@ -39,8 +40,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_source(tmp_path_factory.mktemp("source"))
 
 
-def make_source(folder: Path, **config: Any) -> Path:
-    save(REFERENCE, folder)
+def make_source(folder: Path, reference: PreTrainedModel = REFERENCE, **config: Any) -> Path:
+    save(reference, folder)
     Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0")).save(str(folder / "tokenizer.json"))
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
@@ -74,6 +75,20 @@ def test_a_worker_is_ready_for_plans(source: Path, tmp_path: Path) -> None:
     [sequence] = driver.add([5, 6, 7], 6)
     driver.run()
     assert sequence.outputs == greedy(REFERENCE, [5, 6, 7], 6)
+
+
+def test_a_model_that_transformers_runs_is_ready_as_well(tmp_path: Path) -> None:
+    sizes = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    reference = GPT2LMHeadModel(GPT2Config(**sizes)).eval()
+    folder = make_source(tmp_path / "source", reference)
+    runner, hello = load_worker(settings(folder, tmp_path, block_size=8, num_kv_blocks=40), Reports())
+    assert (hello.vocab_size, hello.max_model_len, hello.block_bytes) == (VOCAB, 128, 2 * 2 * 8 * 4 * 16 * 4)
+    assert hello.kernels.startswith(f"cpu-{isa_names()[0]}+")
+    driver = PlanDriver(runner)
+    [sequence] = driver.add([5, 6, 7], 6)
+    driver.run()
+    assert sequence.outputs == greedy(reference, [5, 6, 7], 6)
 
 
 def test_swap_space_is_as_large_as_asked(source: Path, tmp_path: Path) -> None:
@@ -155,7 +170,10 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str, source
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architectures": ["OtherForCausalLM"]}, "OtherForCausalLM is not supported; supported are LlamaForCausalLM"),
+        (
+            {"architectures": ["OtherForCausalLM"]},
+            "Other.* is not supported: it is not among .*; supported are LlamaForCausalLM",
+        ),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantised by 'awq' are not supported"),
     ],
 )
@@ -165,13 +183,30 @@ def test_unsupported_models_are_refused(config: dict[str, Any], message: str, tm
         load_worker(settings(model, tmp_path / "cache"), Reports())
 
 
-def test_weights_that_do_not_fit_are_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+OUT_OF_MEMORY = [MemoryError(), torch.OutOfMemoryError("x"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_weights_that_do_not_fit_are_refused(
+    error: Exception, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def too_large(*_: object) -> None:
-        raise MemoryError
+        raise error
 
     monkeypatch.setattr(load, "load_model", too_large)
-    with pytest.raises(ConfigurationError, match=r"the weights of .* GiB as stored\) do not fit into \d+\.\d+ GiB"):
+    with pytest.raises(ConfigurationError, match=r"the weights of .* GiB as float32.*\) do not fit into \d+\.\d+ GiB"):
         load_worker(settings(source, tmp_path), Reports())
+
+
+@pytest.mark.parametrize(("quantization", "asked"), [("none", 4), ("int8", 1)])
+def test_weights_that_cannot_fit_are_not_read(
+    quantization: str, asked: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elements = sum(parameter.numel() for parameter in REFERENCE.parameters())
+    monkeypatch.setattr(load.memory, "free_memory", lambda device: asked * elements - 1)
+    monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("was read"))
+    with pytest.raises(ConfigurationError, match=f"--quantization {quantization}. do not fit into 0.00 GiB"):
+        load_worker(settings(source, tmp_path, quantization=quantization), Reports())
 
 
 def test_sampling_settings_reach_the_sampler(source: Path, tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ import os
 import socket
 import time
 import uuid
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from pagemill_kernels.interface import Kernels
 from pagemill_kernels.select import select_kernels
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.manifest import ModelManifest, read_manifest
@@ -18,6 +21,7 @@ from pagemill_worker import measure, memory, threads
 from pagemill_worker.cache import KVCache, block_bytes
 from pagemill_worker.models.config import read_config
 from pagemill_worker.models.registry import Model, load_model
+from pagemill_worker.models.weights import weights_bytes
 from pagemill_worker.prepare import Report, prepare_model
 from pagemill_worker.runner import Runner
 
@@ -45,14 +49,7 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
     max_model_len = _max_model_len(settings.max_model_len, manifest)
     report(f"loading {manifest.name} as {_name(dtype)} on {device}", None)
     kernels = select_kernels(device, settings.cache_dir, lambda text: report(text, None), prebuilt=settings.kernels_dir)
-    try:
-        model = load_model(folder, config, max_model_len, dtype, device, kernels, settings.quantization)
-    except (MemoryError, torch.OutOfMemoryError):
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        raise ConfigurationError(
-            f"the weights of {manifest.name} ({size / memory.GIB:.2f} GiB as stored) do not fit into "
-            f"{memory.free_memory(device) / memory.GIB:.2f} GiB of free memory on {device}"
-        ) from None
+    model = _model(settings, folder, config, manifest.name, max_model_len, dtype, device, kernels)
     cache = _cache(settings, model, dtype, device, report)
     runner = Runner(model, cache, kernels, max_model_len, device)
     measure.decode_seconds(runner, 1)  # warms up
@@ -77,6 +74,37 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
         prefill_tokens_per_s=prefill,
         swap_bytes_per_s=swapped,
     )
+
+
+def _model(
+    settings: WorkerSettings,
+    folder: Path,
+    config: dict[str, Any],
+    name: str,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels[Any],
+) -> Model:
+    """Refused before it is read where it cannot fit: a system that promises more memory than it has would end the
+    process in the middle."""
+    asked, free = weights_bytes(folder, dtype), memory.free_memory(device)
+    if settings.quantization == "int8":
+        asked //= dtype.itemsize
+    too_large = ConfigurationError(
+        f"the weights of {name} ({asked / memory.GIB:.2f} GiB as {_name(dtype)}, --quantization "
+        f"{settings.quantization}) do not fit into {free / memory.GIB:.2f} GiB of free memory on {device}"
+    )
+    if asked > free:
+        raise too_large
+    try:
+        return load_model(folder, config, max_model_len, dtype, device, kernels, settings.quantization)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise too_large from None
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" in str(error):  # torch's own way to run out of memory on a CPU
+            raise too_large from None
+        raise
 
 
 def _device(name: str) -> torch.device:

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 from pagemill_testing.cpu_kernels import isa_names, loaded
+from pagemill_testing.equality import LogitsLog, check_equality, prompt
 from pagemill_testing.plan_driver import PlanDriver
 from pagemill_testing.tiny_families import FAMILIES, tiny_family
-from pagemill_testing.tiny_models import VOCAB, greedy, make_runner, save, tiny_llama
+from pagemill_testing.tiny_models import make_runner, save, tiny_llama
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from pagemill_kernels.cpu.kernels import CpuKernels
 from pagemill_shared.errors import ConfigurationError
-from pagemill_worker.runner import Runner
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
 LONGROPE = {
@@ -65,49 +63,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class LogitsLog:
-    """Keeps the logits that a runner computes."""
-
-    def __init__(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps: list[Tensor] = []
-        compute = runner.model.logits
-
-        def noted(hidden: Tensor) -> Tensor:
-            logits = compute(hidden)
-            self.steps.append(logits.clone())
-            return logits
-
-        monkeypatch.setattr(runner.model, "logits", noted)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 @pytest.fixture(scope="module")
 def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
     return CpuKernels(loaded(isa_names()[0], tmp_path_factory), "test")
-
-
-def check_equality(reference: PreTrainedModel, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits and greedy tokens, in whole prompts and in chunks, with other rows and without."""
-    expected_outputs = [greedy(reference, ids, 6) for ids in (prompt(37), prompt(3, 1))]
-    for chunk in (1000, 7):
-        driver = PlanDriver(runner, chunk=chunk)
-        [first] = driver.add(prompt(37), 6)
-        [second] = driver.add(prompt(3, 1), 6)
-        log = LogitsLog(runner, monkeypatch)
-        driver.run()
-        with torch.inference_mode():
-            expected = {s: reference(torch.tensor([s.tokens])).logits[0] for s in (first, second)}
-        computed = torch.cat(log.steps)
-        # Every row of logits that was computed is one of these, and all of them were.
-        for sequence in (first, second):
-            for position in range(len(sequence.prompt) - 1, len(sequence.tokens) - 1):
-                distance = (computed - expected[sequence][position]).abs().amax(-1).min()
-                assert distance < 1e-4
-        assert computed.shape[0] == 12
-        assert [first.outputs, second.outputs] == expected_outputs
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -47,17 +47,25 @@ def load_model(
         ConfigurationError: the architecture, a variant, a dtype, the quantisation or a tensor is not supported, or a
             tensor is missing.
     """
-    architectures = config.get("architectures") or ["an unnamed architecture"]
-    describe = next((ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES), None)
-    if describe is None:
-        raise ConfigurationError(
-            f"architecture {', '.join(map(str, architectures))} is not supported; "
-            f"supported are {', '.join(ARCHITECTURES)}"
-        )
     try:
         make = LinearFactory(dtype, device, kernels, quantization)
     except ValueError as error:
         raise ConfigurationError(
             f"--quantization {quantization}: {error}; it runs with compiled kernels on a CPU, --dtype float32"
         ) from None
-    return DecoderModel(describe(config), Weights(folder, dtype, device), max_model_len, dtype, device, make)
+    architectures = config.get("architectures") or ["an unnamed architecture"]
+    describe = next((ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES), None)
+    if describe is not None:
+        return DecoderModel(describe(config), Weights(folder, dtype, device), max_model_len, dtype, device, make)
+    # Here and not above: importing transformers' models takes seconds.
+    from pagemill_worker.models.general import load_general
+    from pagemill_worker.models.paged_attention import UnsupportedError
+
+    try:
+        return load_general(folder, config, max_model_len, dtype, device, make, kernels)
+    except UnsupportedError as error:
+        raise ConfigurationError(
+            f"architecture {', '.join(map(str, architectures))} is not supported: it {error}; supported are "
+            f"{', '.join(ARCHITECTURES)}, and every causal language model of transformers that ties its tokens "
+            "together by attention over keys and values of one size alone (as OPTForCausalLM and GPT2LMHeadModel)"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,19 @@ from torch import Tensor
 from pagemill_shared.errors import ConfigurationError
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def weights_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """Bytes that the weights in ``folder`` take as ``dtype``.
+
+    Raises:
+        ConfigurationError: a file is not readable.
+    """
+    elements = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        file = _open(path)
+        elements += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return elements * dtype.itemsize
 
 
 class Weights:
@@ -27,11 +41,8 @@ class Weights:
         if not paths:
             raise ConfigurationError(f"{folder} holds no *.safetensors file")
         for path in paths:
-            try:
-                file = safe_open(path, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
-                raise ConfigurationError(f"{path} is not readable: {error}") from None
-            names: list[str] = list(file.keys())  # type: ignore[no-untyped-call]
+            file = _open(path)
+            names: list[str] = list(file.keys())
             for name in names:
                 self._files[name] = file
 
@@ -83,3 +94,10 @@ class Weights:
                 "supported are float32, float16, bfloat16"
             )
         return tensor
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError(f"{path} is not readable: {error}") from None
