@@ -1,0 +1,1 @@
+"""Parts of peers.py: the servers that are compared, the client that loads them, and the report."""
