@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from pagemill_shared.messages import IterationPlan, SequenceJoin, WorkerWelcome
 from pagemill_shared.sampling import SamplingParams
 from pagemill_worker.batch import build_batch
 from pagemill_worker.cache import KVCache
+from pagemill_worker.grammar_compiler import GrammarCompiler
 from pagemill_worker.models.architectures import ARCHITECTURES
 from pagemill_worker.models.decoder import DecoderModel
 from pagemill_worker.runner import Runner
@@ -34,7 +36,8 @@ def make_runner(shape: Shape, batch: int, context: int, steps: int, device: torc
     model = DecoderModel(ARCHITECTURES["LlamaForCausalLM"](shape.config), weights, longest, DTYPE, device)
     cache = KVCache(model.cache, BLOCK_SIZE, batch * -(-longest // BLOCK_SIZE), 0, DTYPE, device)
     cache.pool.normal_()
-    return Runner(model, cache, kernels, longest, device)
+    no_grammars = GrammarCompiler(Path(), model.vocab_size, [])
+    return Runner(model, cache, kernels, longest, device, no_grammars)
 
 
 def joins(vocab_size: int, batch: int, context: int, steps: int) -> tuple[SequenceJoin, ...]:

@@ -358,6 +358,24 @@ class WorkerLeaving(Message):
     identity: Identity
 
 
+@WIRE.add(51)
+@dataclass(frozen=True, slots=True, eq=False)
+class GrammarCompiled(Message):
+    """The grammar of a sequence is ready, so that the sequence can sample; or it never will be.
+
+    Not numbered: the scheduler waits for it only so long, then plans the row, which fails if it really is not ready.
+
+    Attributes:
+        iteration: of the plan in which the sequence joined; a slot may have got another one since.
+        error: why it cannot be compiled, empty if it was.
+    """
+
+    epoch: Epoch
+    iteration: Number
+    slot: Annotated[int, Int(0, MAX_ROWS)]
+    error: Annotated[str, Text(2048)] = ""
+
+
 # ---------------------------------------------------------------- to a worker
 
 

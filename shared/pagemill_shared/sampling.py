@@ -14,13 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pagemill_shared.records import Record
-from pagemill_shared.schema import Bool, Float, Float32Array, Float32s, Int, Int32Array, Int32s, Optional
+from pagemill_shared.schema import Bool, Float, Float32Array, Float32s, Int, Int32Array, Int32s, Optional, Text
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR = 262_144
+"""Most characters of a grammar on the wire; requests are held to far less."""
 MAX_SEQUENCES = 128
 """Most sequences of one request: parallel samples or beams."""
 _NO_IDS = np.zeros(0, np.int32)
@@ -61,6 +63,7 @@ class SamplingParams(Record):
         beam_width: 0, or the number of beams; then nothing is sampled.
         length_penalty: exponent of the length by which a hypothesis' sum of log-probabilities is divided.
         early_stopping: see :class:`EarlyStopping`.
+        grammar: what the output must match, as llguidance reads it; empty for anything. Never with beams.
     """
 
     temperature: Annotated[float, Float(0.0, 1e4)] = 1.0
@@ -85,6 +88,7 @@ class SamplingParams(Record):
     beam_width: Annotated[int, Int(0, MAX_SEQUENCES)] = 0
     length_penalty: Annotated[float, Float(-5.0, 5.0)] = 1.0
     early_stopping: Annotated[int, Int(0, 2)] = 0
+    grammar: Annotated[str, Text(MAX_GRAMMAR)] = ""
 
     @property
     def width(self) -> int:

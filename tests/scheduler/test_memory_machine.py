@@ -62,6 +62,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         beam_width=beam_width,
         length_penalty=draw(st.sampled_from([0.0, 1.0, -1.0, 2.0])),
         early_stopping=draw(st.integers(0, 2)),
+        grammar="" if beam_width else draw(st.sampled_from(["", "", "g"])),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,16 @@ from transformers import RepetitionPenaltyLogitsProcessor as RepetitionPenalty
 
 from pagemill_shared.sampling import SamplingParams, uniforms
 from pagemill_worker import sampler
+from pagemill_worker.grammar_compiler import GrammarCompiler
+from pagemill_worker.grammar_rows import GrammarRows
 from pagemill_worker.sampler import Sampled, sample
 from pagemill_worker.sampling_rows import SamplingRows
 
 CPU = torch.device("cpu")
+
+
+def no_grammars(count: int, vocab_size: int) -> GrammarRows:
+    return GrammarRows(count, vocab_size, GrammarCompiler(Path("nowhere"), vocab_size, []), lambda message: None)
 
 
 def draw(
@@ -35,7 +42,7 @@ def draw(
     count, vocab_size = logits.shape
     prompts = prompts or [[0]] * count
     outputs = outputs or [[]] * count
-    rows = SamplingRows(count, vocab_size, CPU)
+    rows = SamplingRows(count, vocab_size, CPU, no_grammars(count, vocab_size))
     for slot, each in enumerate(params):
         rows.join(slot, each, np.array(prompts[slot], np.int32), np.array(outputs[slot], np.int32))
     batch = rows.select(

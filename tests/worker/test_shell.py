@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +23,7 @@ from pagemill_shared.link import PeerLink
 from pagemill_shared.messages import (
     Delivery,
     GatewayWelcome,
+    GrammarCompiled,
     Heartbeat,
     HelloRequest,
     IterationPlan,
@@ -52,6 +53,7 @@ class StubRunner:
         self.gate.set()
         self.fault: Exception | None = None
         self.thread: threading.Thread | None = None
+        self.announce: Callable[[GrammarCompiled], None] = lambda message: None
 
     def begin(self, welcome: WorkerWelcome) -> None:
         self.begun.append(welcome.epoch)
@@ -163,6 +165,17 @@ def test_hello_welcome_plans_results() -> None:
         assert (first.token_ids.tolist(), first.forward_us) == ([1], 5)
         assert run.runner.begun == [10]
         assert run.runner.thread is run.thread
+
+
+def test_what_the_runner_announces_is_sent_between_results_and_only_in_its_epoch() -> None:
+    with running() as run:
+        scheduler = run.scheduler()
+        scheduler.welcome(10)
+        run.runner.announce(GrammarCompiled(9, 1, 2))
+        run.runner.announce(GrammarCompiled(10, 1, 2, "broken"))
+        assert scheduler.expect(GrammarCompiled) == GrammarCompiled(10, 1, 2, "broken")
+        scheduler.send(IterationPlan(10, 1))
+        assert scheduler.expect(IterationResult).iteration == 1
 
 
 def test_a_result_says_how_long_its_plan_was_waited_for() -> None:

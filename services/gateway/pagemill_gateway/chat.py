@@ -21,6 +21,7 @@ async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> No
     arrived = time.monotonic()
     body = await engine.parse(ChatBody, raw)
     engine.resolver.check(body)
+    grammar = await engine.grammars.check(body.constraint)
     prompt = await encode_conversation(engine, body)
     await engine.connection.until_able()
     engine.check_ids(prompt, "messages")
@@ -35,6 +36,7 @@ async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> No
         body.request_id or exchange.request_id,
         arrived,
         {"prompt": "messages", "max_tokens": limit_name},
+        grammar,
     )
     envelope = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",

@@ -23,12 +23,13 @@ async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     arrived = time.monotonic()
     body = await engine.parse(CompletionBody, raw)
     engine.resolver.check(body)
+    grammar = await engine.grammars.check(body.constraint)
     prompts = await _encode(engine, body)
     await engine.connection.until_able()
     explicit = "max_tokens" in body.model_fields_set
     limits = [engine.max_tokens(len(prompt), body.max_tokens, explicit, "prompt", "max_tokens") for prompt in prompts]
     generation = engine.generation(
-        body, prompts, limits, body.logprobs, body.request_id or exchange.request_id, arrived, {}
+        body, prompts, limits, body.logprobs, body.request_id or exchange.request_id, arrived, {}, grammar
     )
     envelope = {
         "id": f"cmpl-{uuid.uuid4().hex}",

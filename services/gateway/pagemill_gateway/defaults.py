@@ -104,10 +104,11 @@ class SamplingResolver:
                 code="invalid_value",
             )
 
-    def resolve(self, body: GenerationBody, max_tokens: int, num_logprobs: int | None) -> SamplingParams:
+    def resolve(self, body: GenerationBody, max_tokens: int, num_logprobs: int | None, grammar: str) -> SamplingParams:
         """
         Args:
             max_tokens: the limit after the context length was looked at.
+            grammar: what the answer must match, checked already; empty for anything.
 
         Raises:
             ApiError: 400 for token ids that the vocabulary does not have.
@@ -138,6 +139,7 @@ class SamplingResolver:
             beam_width=body.beams,
             length_penalty=body.length_penalty,
             early_stopping=body.stopping,
+            grammar=grammar,
         )
 
     def _stop_token_ids(self, body: GenerationBody) -> Int32Array:

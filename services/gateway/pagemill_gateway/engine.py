@@ -16,6 +16,7 @@ from pagemill_gateway.connection import Connection
 from pagemill_gateway.defaults import GenerationDefaults, SamplingResolver
 from pagemill_gateway.errors import ApiError
 from pagemill_gateway.generation_body import GenerationBody
+from pagemill_gateway.grammar_checker import GrammarChecker
 from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.output import Output
 from pagemill_gateway.parsing import parse_body
@@ -104,6 +105,7 @@ class Engine:
         self.manifest = manifest
         self.tokenizer = tokenizer
         self.resolver = SamplingResolver(manifest, defaults)
+        self.grammars = GrammarChecker(tokenizer.to_json, manifest)
         self.connection = connection
         self.metrics = metrics
         self.created = int(time.time())
@@ -112,6 +114,7 @@ class Engine:
 
     def close(self) -> None:
         self.connection.close()
+        self.grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check_model(self, name: str) -> None:
@@ -202,10 +205,14 @@ class Engine:
         request_id: str,
         arrived: float,
         field_names: Mapping[str, str],
+        grammar: str,
     ) -> Generation:
         """Prepares one request per prompt; entering the generation submits them.
 
         Choice ``i`` of prompt ``p`` has index ``p * n + i``.
+
+        Args:
+            grammar: what each answer must match, as ``GrammarChecker`` gives it; empty for anything.
         """
         stops = StopStrings(body.stop, body.include_stop_str_in_output) if body.stop else None
         groups = [
@@ -217,7 +224,7 @@ class Engine:
             GatewayRequest(
                 request_id=request_id,
                 prompt_token_ids=np.array(prompt, np.int32),
-                sampling=self.resolver.resolve(body, limit, num_logprobs),
+                sampling=self.resolver.resolve(body, limit, num_logprobs, grammar),
                 priority=body.priority,
                 cache_salt=body.cache_salt or "",
                 choices=choices,
@@ -225,7 +232,12 @@ class Engine:
                 output=output,
                 timing=self.metrics,
                 arrived=arrived,
-                field_names={**field_names, "n": body.width_field, "beam_width": body.width_field},
+                field_names={
+                    **field_names,
+                    "n": body.width_field,
+                    "beam_width": body.width_field,
+                    "grammar": body.constraint.field if body.constraint is not None else "",
+                },
             )
             for prompt, limit, choices in zip(prompts, limits, groups, strict=True)
         ]

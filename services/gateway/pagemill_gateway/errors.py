@@ -14,6 +14,8 @@ RETRY_AFTER_S = 2
 """What clients that were sent away with 503 are told to wait."""
 
 _STATUS_OF_CODE = {
+    "grammar_checker_busy": 503,
+    "grammar_timeout": 503,
     "no_worker": 503,
     "scheduler_lost": 503,
     "server_stopping": 503,

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from pagemill_gateway.bodies import NOTHING, OFF, Accepts, RequestBody, field_error, only
 from pagemill_gateway.group_fields import GroupFields
+from pagemill_gateway.structured_outputs import StructuredFields
 from pagemill_shared.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOKENS
 
 MAX_STOPS = 64
@@ -25,22 +26,16 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(GroupFields, RequestBody):
+class GenerationBody(StructuredFields, GroupFields, RequestBody):
     """What chat and text completions share."""
 
     unserved: ClassVar[dict[str, Accepts]] = {
         "prompt_logprobs": NOTHING,
         "truncate_prompt_tokens": NOTHING,
         "truncation_side": NOTHING,
-        "structured_outputs": NOTHING,
-        "guided_json": NOTHING,
-        "guided_regex": NOTHING,
-        "guided_choice": only([]),
-        "guided_grammar": NOTHING,
         "guided_decoding_backend": NOTHING,
         "guided_whitespace_pattern": NOTHING,
         "structural_tag": NOTHING,
-        "response_format": only({"type": "text"}),
         "allowed_token_ids": NOTHING,
         "bad_words": only([]),
         "logits_processors": only([]),
@@ -123,7 +118,18 @@ class GenerationBody(GroupFields, RequestBody):
             )
         if self.use_beam_search:
             self._check_nothing_is_sampled()
+        self._check_constraint()
         return self
+
+    def _check_constraint(self) -> None:
+        """What an answer that must match a grammar cannot be combined with."""
+        constraint = self.constraint
+        if constraint is None:
+            return
+        if self.use_beam_search:
+            raise field_error("use_beam_search", f"use_beam_search cannot be combined with {constraint.field}")
+        if self.ignore_eos:
+            raise field_error("ignore_eos", f"ignore_eos contradicts {constraint.field}: a complete answer must end")
 
     def _check_nothing_is_sampled(self) -> None:
         """A beam search takes the most likely continuations; fields that ask for samples contradict it."""

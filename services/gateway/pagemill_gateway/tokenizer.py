@@ -101,6 +101,11 @@ class TextTokenizer:
             return self.decode([token_id]).encode()
         return table[token_id] if token_id < len(table) else b""
 
+    def to_json(self) -> str:
+        """The tokenizer as ``tokenizer.json`` has it."""
+        text: str = self._backend.to_str()
+        return text
+
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         """A fresh one, for a sequence that goes on from ``prompt``."""
         return new_detokenizer(

@@ -129,6 +129,9 @@ def start(state: State, worker: WorkerState, request: Request, taken: Demand, no
         for number, sequence in enumerate(sequences):
             cached, node = (taken.cached, taken.node) if number == 0 else _cached(state, worker, sequence)
             _start_together(state, worker, sequence, trees[number], cached, node, now_at, filled_by, arrival)
+    if request.sampling.grammar:
+        for join in arrival.joined:
+            worker.table.await_grammar(join.slot, worker.outgoing.sent + 1, now + state.config.grammar_timeout)
     if fresh:
         request.started_at = now
         state.counters.prompt_tokens += len(request.prompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from pagemill_scheduler import fleet, intake, invariants, planner, report, results
+from pagemill_scheduler import fleet, grammars, intake, invariants, planner, report, results
 from pagemill_scheduler.config import CoreConfig
 from pagemill_scheduler.events import Action, Event, Peer, Received, SendFailed, Stop, StopRequested, Tick
 from pagemill_scheduler.gateway import GatewayState
@@ -15,6 +15,7 @@ from pagemill_shared.messages import (
     AbortRequest,
     GatewayHello,
     GatewaySync,
+    GrammarCompiled,
     Heartbeat,
     HelloRequest,
     IterationResult,
@@ -112,6 +113,8 @@ class SchedulerCore:
                         results.apply_result(state, worker, message)
                     except ProtocolError as error:
                         fleet.lose(state, worker, error.reason, now)
+            case GrammarCompiled():
+                grammars.compiled(state, worker, message)
             case Heartbeat():
                 if worker.incoming.check_heartbeat(message.epoch, message.sent) is Verdict.BROKEN:
                     fleet.begin_epoch(state, worker, "a result was lost", now)

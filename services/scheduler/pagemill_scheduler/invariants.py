@@ -69,6 +69,7 @@ def _check_rows(worker: WorkerState) -> None:
     _require(sum(seats.values()) == worker.seats_taken, f"{name}: seats {seats} are not {worker.seats_taken}")
     _require(int((table.gate >= 0).sum()) == table.num_gates, f"{name}: gates miscounted")
     _require(int(table.beam.sum()) == table.num_beams, f"{name}: beams miscounted")
+    _require(int((table.awaits > 0).sum()) == table.num_awaiting, f"{name}: rows that wait for grammars miscounted")
     _require(int(table.forks.sum()) == table.num_forks, f"{name}: rows that others fork from miscounted")
     for slot in table.slots().tolist():
         sequence = table.sequence(slot)
@@ -84,6 +85,7 @@ def _check_rows(worker: WorkerState) -> None:
             _require(not (pending or computed or blocks or request.forked), f"{who}: idle, but owns something")
             continue
         _require(length + pending <= table.limit[slot], f"{who}: {length}+{pending} tokens exceed {table.limit[slot]}")
+        _require(not (pending and table.awaits[slot]), f"{who}: samples before its grammar is compiled")
         _require(0 <= pending <= 2, f"{who}: {pending} pending")
         _require(0 <= computed < length + pending, f"{who}: computed {computed} of {length}+{pending}")
         # On demand: what its known tokens need, or what the plans in flight write.

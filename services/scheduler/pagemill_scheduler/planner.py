@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagemill_scheduler import admission, lifecycle, naming, placement
+from pagemill_scheduler import admission, grammars, lifecycle, naming, placement
 from pagemill_scheduler.request import Request
 from pagemill_scheduler.state import State
 from pagemill_scheduler.table import Slots
@@ -50,6 +50,8 @@ def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | 
     while a prompt is computed in chunks, a small share of the budget is for newcomers that need no more than that.
     """
     draft = Draft(state.config.max_num_batched_tokens)
+    if worker.table.num_awaiting:
+        grammars.give_up_waiting(worker, now)
     if not worker.leaving:
         _make_way(state, worker)
     _decode(state, worker, draft)
@@ -94,7 +96,7 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Slots, Slots]:
         # A row whose last token is already on its way (pending up to its limit) sits this plan out, and so does a
         # beam whose step is out: all beams of a request step together.
         ready = (length - computed == 1) & (length < table.limit[slots])
-        if table.num_beams or table.num_forks or table.num_gates:
+        if table.num_beams or table.num_forks or table.num_gates or table.num_awaiting:
             ready = _hold_back(worker, slots, ready)
         rows = slots[ready]
         # A row that is ready has blocks for all that is computed, and none after the one that it writes to.
@@ -111,12 +113,13 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Slots, Slots]:
 
 
 def _hold_back(worker: WorkerState, slots: Slots, ready: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """``ready`` without rows that others fork from or that stand at a closed gate, and without beams whose request has
-    a beam that is not ready."""
+    """``ready`` without rows that others fork from, that stand at a closed gate or wait for their grammar, and without
+    beams whose request has a beam that is not ready."""
     table = worker.table
     for slot in np.flatnonzero(table.gate >= 0).tolist():
         table.gated(slot)
-    ready = ready & ~table.forks[slots] & (table.gate[slots] < 0) & ~(table.beam[slots] & (table.pending[slots] > 0))
+    ready = ready & ~table.forks[slots] & (table.gate[slots] < 0) & (table.awaits[slots] == 0)
+    ready &= ~(table.beam[slots] & (table.pending[slots] > 0))
     beam, request = table.beam[slots], table.arrival[slots]
     lagging = np.unique(request[beam & ~ready])
     return ready & ~(beam & np.isin(request, lagging))
@@ -170,6 +173,8 @@ def _add_chunk(state: State, worker: WorkerState, slot: int, draft: Draft) -> No
     beams = table.sequence(slot).request.beams
     if beams is not None and beams.steps:
         last -= 1  # running beams sample together, as decode rows, once all of them have come this far
+    elif table.awaits.item(slot):
+        last -= 1  # the last token waits with it
     count = min(last - start, draft.budget)
     if count <= 0:
         return

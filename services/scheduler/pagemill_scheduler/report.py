@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import islice
 
-from pagemill_scheduler import waste
+from pagemill_scheduler import grammars, waste
 from pagemill_scheduler.request import Request, Status
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
@@ -84,7 +84,7 @@ def _request(state: State, request: Request, ahead: int, now: float) -> dict[str
         "request_id": request.request_id,
         "status": request.status.value,
         "worker": request.worker or None,
-        "waits_for": request.waits_for or None,
+        "waits_for": request.waits_for or grammars.waits_for(state, request) or None,
         "requests_ahead": ahead,
         "sequences": len(request.sequences),
         "priority": request.priority,

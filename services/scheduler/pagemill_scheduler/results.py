@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pagemill_scheduler import beam_step, lifecycle, naming
+from pagemill_scheduler import beam_step, grammars, lifecycle, naming
 from pagemill_scheduler.deliveries import finish_codes
 from pagemill_scheduler.request import LogprobEntry, Request, Sequence, Status, finish_reason
 from pagemill_scheduler.state import State
 from pagemill_scheduler.table import Slots
 from pagemill_scheduler.worker import Flight, WorkerState
 from pagemill_shared.errors import ProtocolError
+from pagemill_shared.grammar_limits import GRAMMAR_FAILED, GRAMMAR_TIMEOUT
 from pagemill_shared.messages import FinishReason, IterationResult, RowFault, TokenLogprobs
 from pagemill_shared.schema import Int32Array
 
@@ -160,7 +161,8 @@ def _fail_row(state: State, worker: WorkerState, request: Request, fault: RowFau
     if fault is None:
         lifecycle.fail(state, request, "internal_error", "the worker could not compute this request and gave no reason")
     else:
-        lifecycle.fail(state, request, fault.code, fault.message)
+        field = grammars.GRAMMAR_FIELD if fault.code in (GRAMMAR_FAILED, GRAMMAR_TIMEOUT) else ""
+        lifecycle.fail(state, request, fault.code, fault.message, field)
 
 
 def _which_end(request: Request, token: int) -> FinishReason:

@@ -34,8 +34,8 @@ class SlotTable:
             last of them, kept apart so that a pass over the rows need not visit every block table.
         stop_ids: [STOP_IDS_WIDTH, capacity] padded with -1; many_stops: [capacity] bool, more than fit there.
         logprobs: [capacity] bool, wants log-probabilities.
-        num_beams, num_forks, num_gates, num_logprobs, num_many_stops: rows with such a thing, to skip what concerns
-            none.
+        num_beams, num_forks, num_gates, num_awaiting, num_logprobs, num_many_stops: rows with such a thing, to skip
+            what concerns none.
         handle, sequence_index, gateway: [capacity] where its tokens are delivered to.
         cached: [capacity] prompt tokens that the prefix cache spared.
         named: [capacity] leading full blocks that have been offered to the prefix cache.
@@ -45,6 +45,8 @@ class SlotTable:
             is only one token.
         gate, gate_at: [capacity] while ``gate`` is not -1 the row must not run before that slot has computed
             ``gate_at`` tokens: it shares blocks with it that are being recomputed.
+        awaits: [capacity] int64, 0, or the iteration in which a row joined whose grammar the worker still compiles: it
+            computes all but its last token and samples nothing; awaits_until: [capacity] how long.
         key, arrival: [capacity] int64, the request's rank; priority: [capacity].
     """
 
@@ -75,11 +77,14 @@ class SlotTable:
         self.forks = np.zeros(capacity, np.bool_)
         self.gate = np.full(capacity, _NONE, np.int32)
         self.gate_at = np.zeros(capacity, np.int32)
+        self.awaits = np.zeros(capacity, np.int64)
+        self.awaits_until = np.zeros(capacity, np.float64)
         self.key = np.zeros(capacity, np.int64)
         self.arrival = np.zeros(capacity, np.int64)
         self.priority = np.zeros(capacity, np.int32)
         self.node = np.zeros(capacity, np.int64)
         self.num_beams = self.num_forks = self.num_gates = self.num_logprobs = self.num_many_stops = 0
+        self.num_awaiting = 0
         self._sequences: list[Sequence | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._used = np.zeros(capacity, np.bool_)
@@ -227,6 +232,8 @@ class SlotTable:
             self.expect_forks(slot, False)
         if self.num_gates:
             self._open_gate(slot)
+        if self.num_awaiting:
+            self.go_on(slot)
         sequence.slot = -1
         self._sequences[slot] = None
         self._free.append(slot)
@@ -258,6 +265,16 @@ class SlotTable:
         if self.gate[slot] != _NONE:
             self.gate[slot] = _NONE
             self.num_gates -= 1
+
+    def await_grammar(self, slot: int, iteration: int, until: float) -> None:
+        """The row, which joins in plan ``iteration``, must not sample before its grammar is compiled."""
+        self.awaits[slot], self.awaits_until[slot] = iteration, until
+        self.num_awaiting += 1
+
+    def go_on(self, slot: int) -> None:
+        """The row need not wait for its grammar any longer."""
+        self.num_awaiting -= int(self.awaits[slot] > 0)
+        self.awaits[slot] = 0
 
     def append(self, slots: Slots, tokens: Int32Array) -> Int32Array:
         """Record one sampled token for each of ``slots``, which are distinct; their new lengths."""

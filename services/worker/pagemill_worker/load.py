@@ -19,6 +19,7 @@ from pagemill_shared.messages import WorkerHello
 from pagemill_shared.settings import WorkerSettings
 from pagemill_worker import measure, memory, threads
 from pagemill_worker.cache import KVCache, block_bytes
+from pagemill_worker.grammar_compiler import GrammarCompiler
 from pagemill_worker.models.config import read_config
 from pagemill_worker.models.registry import Model, load_model
 from pagemill_worker.models.weights import weights_bytes
@@ -51,7 +52,8 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
     kernels = select_kernels(device, settings.cache_dir, lambda text: report(text, None), prebuilt=settings.kernels_dir)
     model = _model(settings, folder, config, manifest.name, max_model_len, dtype, device, kernels)
     cache = _cache(settings, model, dtype, device, report)
-    runner = Runner(model, cache, kernels, max_model_len, device)
+    grammars = GrammarCompiler(folder, model.vocab_size, manifest.eos_token_ids)
+    runner = Runner(model, cache, kernels, max_model_len, device, grammars)
     measure.decode_seconds(runner, 1)  # warms up
     runner.threads = _threads(settings.num_threads, runner, device, report)
     prefill = measure.prefill_rate(runner)

@@ -11,6 +11,7 @@ import torch
 from pagemill_shared.errors import ProtocolError
 from pagemill_shared.messages import IterationPlan, SequenceJoin
 from pagemill_shared.schema import Int32Array
+from pagemill_worker.grammar_rows import GrammarRows
 from pagemill_worker.sampling_rows import SamplingRows
 
 FIRST_COLUMNS = 256
@@ -27,10 +28,12 @@ class Rows:
         tables: [S, W] int64 block tables; 0 where no block is known.
         table_lengths: [S] blocks.
         faulty: [S] rows that have failed; what they compute from then on is not used.
-        sampling: parameters and penalty counts.
+        sampling: parameters, penalty counts and grammars.
     """
 
-    def __init__(self, max_num_seqs: int, num_blocks: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, num_blocks: int, vocab_size: int, device: torch.device, grammars: GrammarRows
+    ) -> None:
         self.num_blocks, self.vocab_size = num_blocks, vocab_size
         n = max_num_seqs
         self.tokens = np.zeros((n, FIRST_COLUMNS), np.int32)
@@ -40,7 +43,7 @@ class Rows:
         self.tables = np.zeros((n, FIRST_COLUMNS // 16), np.int64)
         self.table_lengths = np.zeros(n, np.int64)
         self.faulty = np.zeros(n, np.bool_)
-        self.sampling = SamplingRows(n, vocab_size, device)
+        self.sampling = SamplingRows(n, vocab_size, device, grammars)
 
     def apply(self, plan: IterationPlan) -> None:
         """Carries out the plan's releases, joins, forks, new blocks and chosen tokens, in this order.
@@ -53,6 +56,9 @@ class Rows:
             self._release(slot)
         for join in plan.joined:
             self._join(join)
+            if join.sampling.grammar:
+                outputs = join.token_ids[join.prompt_length :]
+                self.sampling.grammars.join(join.slot, join.sampling.grammar, outputs, plan.epoch, plan.iteration)
         if plan.forks.size:
             self._check_slots(plan.forks[:, 0], "forked from")
             self._check_slots(plan.forks[:, 1], "forked to")
@@ -74,6 +80,7 @@ class Rows:
         self._append(slots[sampled], np.where(failed, 0, tokens)[sampled])
         good = sampled & ~failed
         self.sampling.counts.count(slots[good], tokens[good])
+        self.sampling.grammars.advance(slots[good], tokens[good])
 
     def _append(self, slots: npt.NDArray[np.int64], tokens: Int32Array) -> None:
         columns = self.lengths[slots]

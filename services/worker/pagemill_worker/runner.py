@@ -15,18 +15,22 @@ from pagemill_shared.messages import IterationPlan, IterationResult, RowFault, T
 from pagemill_shared.schema import Int32Array
 from pagemill_worker.batch import Batch, build_batch
 from pagemill_worker.cache import KVCache
+from pagemill_worker.grammar_compiler import GrammarCompiler
+from pagemill_worker.grammar_rows import Announce, GrammarRows
 from pagemill_worker.models.registry import Model
 from pagemill_worker.rows import Rows
 from pagemill_worker.sampler import Sampled, sample
 from pagemill_worker.threads import ThreadPolicy
 
 NON_FINITE = "non_finite_logits"
+_NON_FINITE_FAULT = (NON_FINITE, "the model's logits are not finite numbers")
 
 
 class Runner:
     """One replica's executing half.
 
     Attributes:
+        announce: told when a grammar is compiled, from another thread.
         threads: CPU threads of an iteration, by its tokens; those that torch was given until they are set.
 
     Args:
@@ -40,18 +44,23 @@ class Runner:
         kernels: Kernels[Any],
         max_model_len: int,
         device: torch.device,
+        grammars: GrammarCompiler,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model, self.cache, self.kernels = model, cache, kernels
+        self.announce: Announce = lambda _message: None  # nobody waits for grammars before a shell does
         self.max_model_len = max_model_len
         self._device = device
+        self._grammars = grammars
         self._clock = clock
         self.threads = ThreadPolicy(torch.get_num_threads(), torch.get_num_threads())
         self._rows: Rows | None = None
 
     def begin(self, welcome: WorkerWelcome) -> None:
         """Begins an epoch: forgets every sequence. What the blocks hold means nothing any more."""
-        self._rows = Rows(welcome.max_num_seqs, self.cache.num_blocks, self.model.vocab_size, self._device)
+        seats, vocab_size = welcome.max_num_seqs, self.model.vocab_size
+        grammars = GrammarRows(seats, vocab_size, self._grammars, self.announce)
+        self._rows = Rows(seats, self.cache.num_blocks, vocab_size, self._device, grammars)
 
     def synchronize(self) -> None:
         """Waits until the device has done all that was asked of it."""
@@ -129,9 +138,8 @@ class Runner:
         sampled = sample(logits, selection, rows.sampling)
         rows.record(owners, sampled.token_ids)
         failed = owners[sampled.token_ids < 0]
-        return sampled, tuple(
-            RowFault(slot, NON_FINITE, "the model's logits are not finite numbers") for slot in failed.tolist()
-        )
+        grammars = rows.sampling.grammars
+        return sampled, tuple(RowFault(slot, *grammars.fault(slot) or _NON_FINITE_FAULT) for slot in failed.tolist())
 
     def _check_pairs(self, plan: IterationPlan) -> None:
         device, host = (1, self.cache.num_blocks), (0, self.cache.num_swap_blocks - 1)

@@ -1,8 +1,8 @@
 """Draws tokens from logits: one vectorised pass over rows with different parameters.
 
-Order: logit_bias over the raw logits, penalties, bans (as transformers and vLLM do); then, for rows that draw by
-chance, temperature, min_p and top_k, and top_p over the mass that is left. Log-probabilities are those of the raw
-logits. A batch of greedy rows pays for one argmax.
+Order: logit_bias over the raw logits, penalties, bans (as transformers and vLLM do), grammars; then, for rows that
+draw by chance, temperature, min_p and top_k, and top_p over the mass that is left. Log-probabilities are those of the
+raw logits. A batch of greedy rows pays for one argmax.
 
 A beam is not sampled: its best continuations are reported. Their log-probabilities are those of the raw logits, to
 which bias, penalties and bans are then applied, without normalising again: that is what transformers' generate() sums.
@@ -28,6 +28,8 @@ from pagemill_worker.sampling_rows import Indices, SampleBatch, SamplingRows
 
 SLAB_ELEMENTS = 1 << 22
 """Most probabilities that are held at once."""
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int64).ravel()
+"""[256] the bits of each byte, lowest first, as eight bytes."""
 BLOCK = 128
 """Probabilities that are summed before the search for a token looks at single ones."""
 
@@ -55,7 +57,8 @@ def sample(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Sampled:
 
     reported = bool((batch.logprobs >= 0).any())
     edited = logits
-    if batch.beams.size or batch.penalised.size or batch.edits.bias_ids.size or batch.edits.ban_ids.size:
+    edits = (batch.beams, batch.penalised, batch.edits.bias_ids, batch.edits.ban_ids, batch.constrained)
+    if any(rows_or_ids.size for rows_or_ids in edits):
         edited = _edit(logits.clone() if reported else logits, batch, rows)
         best, chosen = edited.max(-1)
         finite &= torch.isfinite(best)
@@ -72,7 +75,7 @@ def sample(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Sampled:
 
 
 def _edit(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Tensor:
-    """Makes log-probabilities of the logits of beams, then applies bias, penalties and bans; in place."""
+    """Makes log-probabilities of the logits of beams, then applies bias, penalties, bans and grammars; in place."""
     device = logits.device
 
     def on_device(array: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> Tensor:
@@ -101,7 +104,18 @@ def _edit(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Tensor:
         logits[where] = values - frequency * counts - presence * (counts > 0)
     if edits.ban_ids.size:
         logits[on_device(edits.ban_rows), on_device(edits.ban_ids)] = -torch.inf
+    if batch.constrained.size:
+        index = on_device(batch.constrained)
+        allowed = _allowed(batch.masks, logits.shape[1], device)
+        logits[index] = torch.where(allowed, _rows_of(logits, index), -torch.inf)
     return logits
+
+
+def _allowed(masks: npt.NDArray[np.uint8], vocab_size: int, device: torch.device) -> Tensor:
+    """[K, vocab_size] bool of [K, ceil(vocab_size / 8)] bits. They are unpacked where the logits are: by looking bytes
+    up, each of which gives eight."""
+    table = torch.from_numpy(_BITS).to(device)
+    return table[torch.from_numpy(masks).to(device).long()].view(torch.bool)[:, :vocab_size]
 
 
 def _rows_of(logits: Tensor, index: Tensor) -> Tensor:

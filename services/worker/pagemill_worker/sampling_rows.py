@@ -10,6 +10,7 @@ import torch
 
 from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.schema import Int32Array
+from pagemill_worker.grammar_rows import Bits, GrammarRows
 from pagemill_worker.penalties import PenaltyCounts
 
 GREEDY_BELOW = 1e-3
@@ -18,6 +19,7 @@ make of a tie is noise."""
 
 Indices = npt.NDArray[np.int64]
 _NO_INDICES = np.zeros(0, np.int64)
+_NO_MASKS = np.zeros((0, 0), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class SampleBatch:
         logprobs: [R] alternatives to report, -1 for none.
         beams: [K] rows of beams, which are not sampled; each has one token.
         candidates: [K] best continuations to report of each of them.
+        constrained: [K] rows with a grammar.
+        masks: [K, ceil(vocab_size / 8)] the tokens that each of them may sample, a bit each.
     """
 
     row_of: Indices
@@ -59,6 +63,8 @@ class SampleBatch:
     logprobs: Indices
     beams: Indices
     candidates: Indices
+    constrained: Indices
+    masks: Bits
 
 
 class SamplingRows:
@@ -68,8 +74,9 @@ class SamplingRows:
         candidates: [S] best continuations that a beam reports in place of a sampled token; 0 for what is no beam.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, grammars: GrammarRows) -> None:
         self._vocab_size = vocab_size
+        self.grammars = grammars
         n = max_num_seqs
         self.temperature = np.zeros(n, np.float64)
         self.top_k = np.zeros(n, np.int64)
@@ -126,11 +133,13 @@ class SamplingRows:
             self._bias[child] = self._bias[parent]
         if parent in self._banned:
             self._banned[child] = self._banned[parent]
+        self.grammars.fork(parent, child)
         self.counts.fork(parent, child)
 
     def release(self, slot: int) -> None:
         self._bias.pop(slot, None)
         self._banned.pop(slot, None)
+        self.grammars.release(slot)
         self.counts.release(slot)
         self.biased[slot] = self.penalised[slot] = False
         self.min_tokens[slot] = self.candidates[slot] = 0
@@ -145,7 +154,12 @@ class SamplingRows:
         held = np.flatnonzero(outputs < self.min_tokens[slots])
         logprobs = self.logprobs[slots]
         beams = np.flatnonzero(self.candidates[slots])
-        special = (random, penalised, biased, held, beams)
+        constrained = np.flatnonzero(self.grammars.constrained[slots])
+        masks = _NO_MASKS
+        if constrained.size:
+            masks = self.grammars.masks(slots[constrained])
+            held = held[~self._must_end(slots, held, constrained, masks)]
+        special = (random, penalised, biased, held, beams, constrained)
         plain = not (any(rows.size for rows in special) or (logprobs >= 0).any())
         biases = [self._bias[slot] for slot in slots[biased].tolist()]
         bans = [self._banned[slot] for slot in slots[held].tolist()]
@@ -168,7 +182,21 @@ class SamplingRows:
             logprobs=logprobs,
             beams=beams,
             candidates=self.candidates[slots[beams]],
+            constrained=constrained,
+            masks=masks,
         )
+
+    def _must_end(self, slots: Indices, held: Indices, constrained: Indices, masks: Bits) -> npt.NDArray[np.bool_]:
+        """[H] which of the rows ``held`` below min_tokens have a grammar that is complete: only an end is left."""
+        ends = np.zeros(held.size, np.bool_)
+        for i, row in enumerate(held.tolist()):
+            line = np.searchsorted(constrained, row)
+            if line < constrained.size and constrained[line] == row:
+                left = masks[line].copy()
+                banned = self._banned[slots.item(row)]
+                np.bitwise_and.at(left, banned // 8, ~np.left_shift(1, banned % 8).astype(np.uint8))
+                ends[i] = not left.any()
+        return ends
 
     def _known(self, ids: Int32Array) -> Indices:
         return ids[ids < self._vocab_size].astype(np.int64)

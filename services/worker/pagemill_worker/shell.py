@@ -22,6 +22,7 @@ from pagemill_shared.channel import DealerChannel
 from pagemill_shared.errors import ConfigurationError, ProtocolError
 from pagemill_shared.link import LinkState, PeerLink
 from pagemill_shared.messages import (
+    GrammarCompiled,
     IterationPlan,
     IterationResult,
     WorkerDismissed,
@@ -41,7 +42,13 @@ _STATES = {
 
 class Runner(Protocol):
     """What the shell needs of the model runner. Both methods are called from the main thread, in the scheduler's
-    order; an exception ends the worker, whose blocks cannot be trusted any more."""
+    order; an exception ends the worker, whose blocks cannot be trusted any more.
+
+    Attributes:
+        announce: set by the shell; takes, from any thread, what is to be said between results.
+    """
+
+    announce: Callable[[GrammarCompiled], None]
 
     def begin(self, welcome: WorkerWelcome) -> None: ...
 
@@ -86,7 +93,8 @@ class Shell:
         self._clock = clock
         self._log = structlog.get_logger("pagemill.worker")
         self._inbox: queue.SimpleQueue[WorkerWelcome | IterationPlan | _End] = queue.SimpleQueue()
-        self._outbox: deque[IterationResult] = deque()
+        self._outbox: deque[IterationResult | GrammarCompiled] = deque()
+        runner.announce = self._announce
         self._epoch: int | None = None  # the one in force; written by the courier
         self._stop_requested = False
         self._ended = False
@@ -98,6 +106,10 @@ class Shell:
     def request_stop(self) -> None:
         """Hand the work over, then return from ``run``. From any thread or signal handler, also during a plan."""
         self._stop_requested = True
+        self._wakeup.wake()
+
+    def _announce(self, message: GrammarCompiled) -> None:
+        self._outbox.append(message)
         self._wakeup.wake()
 
     def run(self) -> None:
@@ -191,9 +203,10 @@ class Shell:
 
     def _send_results(self) -> None:
         while self._outbox:
-            result = self._outbox.popleft()
-            if self._link.count_result(result):
-                self._send(result)
+            message = self._outbox.popleft()
+            current = self._link.in_epoch and message.epoch == self._link.epoch
+            if self._link.count_result(message) if isinstance(message, IterationResult) else current:
+                self._send(message)
 
     def _send(self, message: Message) -> None:
         if not self._channel.send(message):

@@ -12,7 +12,15 @@ from itertools import accumulate
 
 import numpy as np
 
-from pagemill_shared.messages import IterationPlan, IterationResult, RowFault, TokenLogprobs, WorkerHello, WorkerWelcome
+from pagemill_shared.messages import (
+    GrammarCompiled,
+    IterationPlan,
+    IterationResult,
+    RowFault,
+    TokenLogprobs,
+    WorkerHello,
+    WorkerWelcome,
+)
 from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.schema import Float32Array, Int32Array
 from pagemill_testing.hash_model import START, best_candidates, extend, next_token
@@ -31,6 +39,7 @@ class FakeRow:
     """
     Attributes:
         hashes: of the tokens up to each position.
+        compiled: it has no grammar, or one that is ready.
         failed: it could not be sampled, so there is no token to go on with until its slot is released.
     """
 
@@ -41,6 +50,7 @@ class FakeRow:
     sampling: SamplingParams
     sequence: int
     hashes: list[int] = field(init=False)
+    compiled: bool = True
     failed: bool = False
 
     def __post_init__(self) -> None:
@@ -81,6 +91,9 @@ class FakeWorker:
             tainted, and so is whatever is computed from that.
         faults: rows that failed so far.
         plans: the plans carried out, if a list is put here.
+        broken_grammars, slow_grammars: those that cannot be compiled, and those that are not ready yet. The others are
+            ready as soon as the plan in which a sequence joins is carried out.
+        compiling: (iteration, slot, grammar) of sequences that wait for it.
     """
 
     hello: WorkerHello
@@ -96,6 +109,9 @@ class FakeWorker:
     sound_samples: int | None = None
     faults: int = 0
     plans: list[IterationPlan] | None = None
+    broken_grammars: set[str] = field(default_factory=set)
+    slow_grammars: set[str] = field(default_factory=set)
+    compiling: list[tuple[int, int, str]] = field(default_factory=list)
 
     def begin(self, welcome: WorkerWelcome) -> None:
         self.epoch, self.iteration = welcome.epoch, 0
@@ -103,6 +119,20 @@ class FakeWorker:
         self.rows.clear()
         self.cache.clear()
         self.host.clear()
+        self.compiling.clear()
+
+    def compiled(self) -> list[GrammarCompiled]:
+        """Grammars that are ready, or never will be, since the last call."""
+        done = [item for item in self.compiling if item[2] not in self.slow_grammars]
+        self.compiling = [item for item in self.compiling if item[2] in self.slow_grammars]
+        messages = []
+        for iteration, slot, grammar in done:
+            broken = grammar in self.broken_grammars
+            row = self.rows.get(slot)
+            if row is not None and row.sampling.grammar == grammar and not broken:
+                row.compiled = True
+            messages.append(GrammarCompiled(self.epoch, iteration, slot, "it is broken" if broken else ""))
+        return messages
 
     def execute(self, plan: IterationPlan) -> IterationResult:
         """
@@ -162,6 +192,12 @@ class FakeWorker:
                 faults.append(RowFault(slot, "nan", "logits are not finite"))
                 tokens += [-1] * samples
                 continue
+            if not row.compiled:
+                for target in [slot, *children]:
+                    self.rows[target].failed = True
+                faults.append(RowFault(slot, "grammar_timeout", "its grammar is not compiled yet"))
+                tokens += [-1] * samples
+                continue
             if beam:
                 best = best_candidates(row.hashes[-1], row.sampling.num_candidates, self.hello.vocab_size)
                 candidates.append((len(tokens), best.token_ids, best.values))
@@ -202,13 +238,18 @@ class FakeWorker:
                 join.block_table.tolist(),
                 join.sampling,
                 join.sequence,
+                compiled=not join.sampling.grammar,
             )
+            if join.sampling.grammar:
+                self.compiling.append((plan.iteration, join.slot, join.sampling.grammar))
         for parent, child, sequence in plan.forks.tolist():
             self._require(parent in self.rows and child not in self.rows, f"fork from {parent} to {child}")
             row = self.rows[parent]
             self._require(child < self.seats, f"slot {child} of {self.seats}")
             tokens, blocks = list(row.tokens), list(row.blocks)
-            self.rows[child] = FakeRow(tokens, row.prompt_length, row.computed, blocks, row.sampling, sequence)
+            self.rows[child] = FakeRow(
+                tokens, row.prompt_length, row.computed, blocks, row.sampling, sequence, compiled=row.compiled
+            )
         replaced: dict[int, int] = {}
         for slot, position, block in plan.new_blocks.tolist():
             self._require(slot in self.rows, f"new block for empty slot {slot}")

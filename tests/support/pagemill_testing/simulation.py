@@ -221,10 +221,13 @@ class WorkerPeer:
         return self.worker.execute(self.plans.popleft()) if self.plans else None
 
     def step(self) -> bool:
-        """Carry out the next plan and send its result; whether there was one."""
+        """Carry out the next plan and send its result; whether there was one. Tells of grammars that are compiled."""
         result = self.result()
+        compiled = self.worker.compiled()
+        for message in compiled:
+            self.simulation.receive(self.peer, message)
         if result is None:
-            return False
+            return bool(compiled)
         self.sent = result.iteration
         self.simulation.receive(self.peer, result)
         return True

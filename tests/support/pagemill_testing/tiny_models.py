@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
+from llguidance import LLMatcher
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from pagemill_kernels.interface import Kernels, Quantization
 from pagemill_kernels.select import select_kernels
+from pagemill_shared.schema import Int32Array
 from pagemill_worker.cache import KVCache
+from pagemill_worker.grammar_compiler import GrammarCompiler
 from pagemill_worker.models.registry import load_model
 from pagemill_worker.runner import Runner
 
@@ -64,7 +68,17 @@ def make_runner(
     kernels = kernels or select_kernels(CPU)
     model = load_model(folder, config, max_model_len, dtype, CPU, kernels, quantization)
     cache = KVCache(model.cache, block_size, num_blocks, num_swap_blocks, dtype, CPU)
-    return Runner(model, cache, kernels, max_model_len, CPU, clock)
+    grammars = InlineCompiler(folder, model.vocab_size, [config["eos_token_id"]])
+    return Runner(model, cache, kernels, max_model_len, CPU, grammars, clock)
+
+
+class InlineCompiler(GrammarCompiler):
+    """Compiles while the caller waits, so that a plan may sample in the plan in which a sequence joins."""
+
+    def start(self, grammar: str, outputs: Int32Array) -> Future[LLMatcher]:
+        future = super().start(grammar, outputs)
+        future.exception(60)
+        return future
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

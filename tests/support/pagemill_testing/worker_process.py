@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -16,7 +17,7 @@ from pagemill_shared.channel import DealerChannel
 from pagemill_shared.curve import load_client_keys
 from pagemill_shared.link import PeerLink
 from pagemill_shared.logs import configure_logging
-from pagemill_shared.messages import IterationPlan, IterationResult, WorkerWelcome
+from pagemill_shared.messages import GrammarCompiled, IterationPlan, IterationResult, WorkerWelcome
 from pagemill_shared.wakeup import Wakeup
 from pagemill_testing.fake_worker import FakeWorker, worker_hello
 from pagemill_worker.shell import Shell
@@ -27,13 +28,17 @@ class PacedWorker:
 
     def __init__(self, worker: FakeWorker, step_seconds: float) -> None:
         self._worker, self._step_seconds = worker, step_seconds
+        self.announce: Callable[[GrammarCompiled], None] = lambda message: None
 
     def begin(self, welcome: WorkerWelcome) -> None:
         self._worker.begin(welcome)
 
     def execute(self, plan: IterationPlan) -> IterationResult:
         time.sleep(self._step_seconds)
-        return self._worker.execute(plan)
+        result = self._worker.execute(plan)
+        for message in self._worker.compiled():
+            self.announce(message)
+        return result
 
 
 def main(endpoint: str, identity: str, step_seconds: str, peer_timeout: str, curve_dir: str = "") -> None:
