@@ -15,6 +15,8 @@ import httpx
 import pytest
 from pagemill_testing.processes import until
 
+from pagemill_kernels.cpu.build import usable_isas
+
 ROOT = Path(__file__).parents[2]
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
 DEADLINE = 120.0
@@ -31,6 +33,7 @@ class Stack:
             **{name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")},
             "PAGEMILL_PORT": "0",
             "PAGEMILL_NUM_KV_BLOCKS": "1024",
+            "PAGEMILL_PEER_TIMEOUT": "10",  # a machine that builds and runs all this at once is slow to answer
         }
 
     def compose(self, *arguments: str) -> str:
@@ -161,6 +164,13 @@ def test_a_container_has_no_rights_and_a_read_only_root(stack: Stack, service: s
 def test_gateway_and_scheduler_have_no_torch(stack: Stack, service: str) -> None:
     code = "from importlib.util import find_spec as f; print([name for name in ('torch', 'triton', 'gguf') if f(name)])"
     assert stack.python(service, code) == "[]"
+
+
+def test_the_worker_runs_compiled_kernels_without_a_compiler(stack: Stack, client: httpx.Client) -> None:
+    code = "from shutil import which; print([name for name in ('cc', 'c++', 'gcc', 'g++', 'clang') if which(name)])"
+    assert stack.python("worker", code) == "[]"
+    best, *_ = usable_isas()  # the containers see this machine's CPU
+    assert [worker["kernels"] for worker in workers(client)] == [f"cpu-{best.name}+packed"]
 
 
 def test_the_processes_talk_encrypted(stack: Stack) -> None:

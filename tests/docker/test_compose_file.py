@@ -19,7 +19,7 @@ GPU: dict[str, Any] = yaml.safe_load((ROOT / "compose.gpu.yml").read_text(encodi
 SETTLED = {
     "gateway": {"cache_dir", "host", "port", "model_wait"},  # the init step has prepared the model
     "scheduler": {"allow_insecure_bind"},  # there are keys
-    "worker": {"cache_dir"},
+    "worker": {"cache_dir", "kernels_dir"},
     "prepare": {"cache_dir"},
 }
 
