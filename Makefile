@@ -21,7 +21,7 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-full test-docker lint docs bench up down constraints clean
+.PHONY: help setup serve test test-full test-docker lint docs screenshot bench up down constraints clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -63,6 +63,9 @@ test-docker: $(READY)  ## build the images, run them with Docker Compose, and te
 docs: $(READY)  ## write docs/settings.md anew
 	$(BIN)/python -P -m pagemill.settings_page > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
+
+screenshot: $(READY)  ## take the README's picture of the chat page anew (needs Chromium)
+	KEEP_SCREENSHOT=1 $(PYTEST) tests/system/test_chat_page.py
 
 bench: $(READY)  ## run every benchmark
 	@set -e; for script in benchmarks/*.py; do echo "==> $$script"; $(BIN)/python -P $$script $(ARGS); done

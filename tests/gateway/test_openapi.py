@@ -28,12 +28,13 @@ from pagemill_gateway import answers
 from pagemill_gateway.answers import Error
 from pagemill_gateway.bodies import RequestBody
 from pagemill_gateway.operations import Operation
+from pagemill_gateway.pages import pages
 from pagemill_gateway.server import Gateway, operation_of
 from pagemill_shared.messages import SubmitRequest
 from pagemill_shared.settings import GatewaySettings
 
 TOKENIZER = byte_level_bpe()
-LEFT_OUT = {"/openapi.json"}
+LEFT_OUT = {"/openapi.json", *(page.path for page in pages())}
 """Routes that are no part of the API."""
 CHECKS = [
     not_a_server_error,

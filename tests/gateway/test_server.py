@@ -90,7 +90,7 @@ def test_a_body_that_is_too_large(api: Stage) -> None:
     assert api.post("/v1/completions", prompt="x").status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/completions/", "/%2e%2e/etc", "/v1/pagemill"])
+@pytest.mark.parametrize("path", ["/x", "/v1", "/v1/nothing", "/v1/completions/", "/%2e%2e/etc", "/v1/pagemill"])
 def test_an_unknown_path(api: Stage, path: str) -> None:
     assert error_of(api.client.get(path), 404)["code"] == "not_found"
 

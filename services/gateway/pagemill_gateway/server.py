@@ -19,6 +19,7 @@ from pagemill_gateway.errors import ApiError
 from pagemill_gateway.exchange import ClientGoneError, Exchange, json_text
 from pagemill_gateway.openapi import document
 from pagemill_gateway.operations import Operation
+from pagemill_gateway.pages import pages
 from pagemill_shared.settings import GatewaySettings
 
 Handler = Callable[[Engine, Exchange, bytes], Awaitable[None]]
@@ -98,6 +99,7 @@ class Gateway:
             self._open_route(operations.HEALTH, self._health),
             self._open_route(operations.READY, self._ready),
             Route("/openapi.json", Endpoint(self._openapi, None), methods=["GET"]),
+            *(Route(page.path, Endpoint(page, None), methods=["GET"]) for page in pages()),
         ]
 
     def _route(self, operation: Operation, handler: Handler) -> Route:
