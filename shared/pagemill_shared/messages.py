@@ -235,6 +235,27 @@ class TokenLogprobs(Message):
     values: Annotated[Float32Array, Float32s(MAX_PLAN_ITEMS)] = field(default_factory=_no_float32)
 
 
+MAX_HIDDEN_SIZE = 1_048_576
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptReport(Message):
+    """What a chunk of a prompt has to tell, as its sampling parameters ask.
+
+    Attributes:
+        owner: the slot in an IterationResult, the request's handle in a Delivery.
+        start, end: positions start … end - 1 of the prompt were computed.
+        logprobs: of the tokens at start + 1 … end, as far as they belong to the prompt; ``rows`` count from 0.
+        pooled: [hidden_size] the final hidden state of the prompt's last token, or the sum of those of the chunk.
+    """
+
+    owner: Annotated[int, Int(0, INT32_MAX)]
+    start: Annotated[int, Int(0, MAX_TOKENS_PER_SEQUENCE)]
+    end: Annotated[int, Int(1, MAX_TOKENS_PER_SEQUENCE)]
+    logprobs: Annotated[TokenLogprobs, Nested(TokenLogprobs)] = field(default_factory=TokenLogprobs)
+    pooled: Annotated[Float32Array, Float32s(MAX_HIDDEN_SIZE)] = field(default_factory=_no_float32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestFailure(Message):
     """The request ended with an error; nothing more comes for it."""
@@ -260,6 +281,7 @@ class Delivery(Message):
         scores: [K] of a finished beam hypothesis: log-probabilities over length to the power of the penalty; else 0.
         token_ids: [sum(counts)].
         logprobs: ``rows`` index ``token_ids``.
+        reports: of prompts, each request's in the order of their positions and before its first token.
     """
 
     epoch: Epoch
@@ -274,6 +296,7 @@ class Delivery(Message):
     token_ids: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, low=0)] = field(default_factory=_no_int32)
     logprobs: Annotated[TokenLogprobs, Nested(TokenLogprobs)] = field(default_factory=TokenLogprobs)
     failures: Annotated[tuple[RequestFailure, ...], Tuple(Nested(RequestFailure), MAX_ROWS)] = ()
+    reports: Annotated[tuple[PromptReport, ...], Tuple(Nested(PromptReport), MAX_ROWS)] = ()
 
 
 @WIRE.add(35)
@@ -336,6 +359,7 @@ class IterationResult(Message):
         candidates: for each beam row its ``num_candidates`` (or ``logprobs``, if that is more) best continuations,
             best first, with their log-probabilities after log-softmax and processors; ``rows`` index ``token_ids``.
         logprobs: ``rows`` index ``token_ids``; only for rows whose sampling parameters ask for them.
+        reports: one for each of the plan's ``reporting`` slots, in that order; an empty one for a faulty row.
     """
 
     epoch: Epoch
@@ -348,6 +372,7 @@ class IterationResult(Message):
     copy_us: Micros = 0
     forward_us: Micros = 0
     sample_us: Micros = 0
+    reports: Annotated[tuple[PromptReport, ...], Tuple(Nested(PromptReport), MAX_ROWS)] = ()
 
 
 @WIRE.add(50)
@@ -438,6 +463,8 @@ class IterationPlan(Message):
             worker sampled in the plan before.
         prefill_chunks: [K, 4] (slot, start, count, samples): compute known tokens start..start+count-1, then sample
             ``samples`` tokens from the last position (0 for all but a prompt's last chunk).
+        reporting: [K] slots among those of ``prefill_chunks`` whose chunk reports what their sampling parameters ask of
+            the prompt.
     """
 
     epoch: Epoch
@@ -452,6 +479,7 @@ class IterationPlan(Message):
     chosen: Annotated[Int32Array, Int32s(MAX_ROWS, columns=2, low=0)] = field(default_factory=_no_pairs)
     decode_rows: Annotated[Int32Array, Int32s(MAX_ROWS, low=0)] = field(default_factory=_no_int32)
     prefill_chunks: Annotated[Int32Array, Int32s(MAX_ROWS, columns=4, low=0)] = field(default_factory=_no_quads)
+    reporting: Annotated[Int32Array, Int32s(MAX_ROWS, low=0)] = field(default_factory=_no_int32)
 
 
 @WIRE.add(66)

@@ -23,6 +23,9 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR = 262_144
 """Most characters of a grammar on the wire; requests are held to far less."""
+MAX_ALLOWED_TOKEN_IDS = 65_536
+MAX_BAD_WORD_TOKENS = 4096
+"""Tokens of all bad words of a request together."""
 MAX_SEQUENCES = 128
 """Most sequences of one request: parallel samples or beams."""
 _NO_IDS = np.zeros(0, np.int32)
@@ -40,6 +43,16 @@ class EarlyStopping(IntEnum):
     """"never": only when no running beam can beat the worst finished hypothesis at any length."""
 
 
+class Pooling(IntEnum):
+    """What of the prompt's final hidden states (after the model's last norm) is reported."""
+
+    NONE = 0
+    LAST = 1
+    """That of the last token."""
+    MEAN = 2
+    """The sum over all tokens; whoever adds the chunks up divides by their number."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingParams(Record):
     """How the tokens of one request are chosen, with every default resolved by the gateway.
@@ -53,12 +66,17 @@ class SamplingParams(Record):
         presence_penalty, frequency_penalty: over the output alone, 0 means off.
         logit_bias_ids, logit_bias_values: same length, added to the logits.
         seed: feeds :func:`uniforms`.
-        max_tokens: most output tokens, at least 1.
+        max_tokens: most output tokens; with 0 the prompt is computed and nothing sampled, and n is 1.
         min_tokens: end and stop tokens are banned before this many output tokens.
         ignore_eos: end tokens do not end the sequence (they are then ordinary tokens).
         eos_token_ids: the model's end tokens from all sources.
         stop_token_ids: the request's own stop tokens.
+        allowed_token_ids: where it is not empty, no other tokens are sampled.
+        bad_word_ids, bad_word_lengths: token sequences behind each other, and the length of each; the last token of a
+            sequence is banned where the output ends with those before it.
         logprobs: None, or how many alternatives to report beside the sampled token.
+        prompt_logprobs: the same for each token of the prompt but the first.
+        pooling: see :class:`Pooling`.
         n: sequences to return. Without beams, as many are sampled.
         beam_width: 0, or the number of beams; then nothing is sampled.
         length_penalty: exponent of the length by which a hypothesis' sum of log-probabilities is divided.
@@ -78,7 +96,7 @@ class SamplingParams(Record):
         default_factory=lambda: _NO_FLOATS
     )
     seed: Annotated[int, Int(0, MAX_SEED)] = 0
-    max_tokens: Annotated[int, Int(1, MAX_TOKENS)] = 16
+    max_tokens: Annotated[int, Int(0, MAX_TOKENS)] = 16
     min_tokens: Annotated[int, Int(0, MAX_TOKENS)] = 0
     ignore_eos: Annotated[bool, Bool()] = False
     eos_token_ids: Annotated[Int32Array, Int32s(MAX_STOP_TOKEN_IDS, low=0)] = field(default_factory=lambda: _NO_IDS)
@@ -89,11 +107,35 @@ class SamplingParams(Record):
     length_penalty: Annotated[float, Float(-5.0, 5.0)] = 1.0
     early_stopping: Annotated[int, Int(0, 2)] = 0
     grammar: Annotated[str, Text(MAX_GRAMMAR)] = ""
+    allowed_token_ids: Annotated[Int32Array, Int32s(MAX_ALLOWED_TOKEN_IDS, low=0)] = field(
+        default_factory=lambda: _NO_IDS
+    )
+    bad_word_ids: Annotated[Int32Array, Int32s(MAX_BAD_WORD_TOKENS, low=0)] = field(default_factory=lambda: _NO_IDS)
+    bad_word_lengths: Annotated[Int32Array, Int32s(MAX_BAD_WORD_TOKENS, low=1)] = field(
+        default_factory=lambda: _NO_IDS
+    )
+    prompt_logprobs: Annotated[int | None, Optional(Int(0, MAX_LOGPROBS))] = None
+    pooling: Annotated[int, Int(0, 2)] = 0
 
     @property
     def width(self) -> int:
         """Most sequences that run at once: beams, or parallel samples."""
         return self.beam_width or self.n
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether the chunks of its prompt have something to tell, be it only that the prompt has been computed."""
+        return self.prompt_logprobs is not None or self.pooling != Pooling.NONE or not self.max_tokens
+
+    @property
+    def needs_every_position(self) -> bool:
+        """Whether each position of the prompt must be computed for it, however much of it is in the prefix cache."""
+        return self.prompt_logprobs is not None or self.pooling == Pooling.MEAN
+
+    @property
+    def bad_words(self) -> list[Int32Array]:
+        """The token sequences."""
+        return np.split(self.bad_word_ids, np.cumsum(self.bad_word_lengths)[:-1]) if self.bad_word_ids.size else []
 
     @property
     def end_token_ids(self) -> Int32Array:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_test
-from pagemill_testing.hash_model import expected_outputs
+from pagemill_testing.hash_model import expected_outputs, expected_pooled, expected_prompt_logprobs
 from pagemill_testing.plain_count import plain_waste
 from pagemill_testing.simulation import Answer, FakeGateway, Simulation, WorkerPeer
 
@@ -24,7 +24,7 @@ from pagemill_scheduler.request import Request
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
 from pagemill_shared.messages import AbortRequest, SequenceFinished, SubmitRequest
-from pagemill_shared.sampling import SamplingParams
+from pagemill_shared.sampling import Pooling, SamplingParams
 
 VOCAB = 1000
 POOLS = ((4, 9), (4, 11), (4, 14), (4, 18), (8, 6), (3, 16))
@@ -52,7 +52,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 1.0])),
         seed=draw(st.integers(0, 5)),
-        max_tokens=draw(st.integers(1, 16 if width == 1 else 8)),
+        max_tokens=draw(st.integers(int(beam_width or width > 1), 16 if width == 1 else 8)),
         min_tokens=0 if beam_width else draw(st.integers(0, 4)),
         ignore_eos=draw(st.booleans()),
         eos_token_ids=np.arange(draw(st.sampled_from([0, 5, 100])), dtype=np.int32),
@@ -63,6 +63,8 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         length_penalty=draw(st.sampled_from([0.0, 1.0, -1.0, 2.0])),
         early_stopping=draw(st.integers(0, 2)),
         grammar="" if beam_width else draw(st.sampled_from(["", "", "g"])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
+        pooling=draw(st.sampled_from([0, 0, 0, Pooling.LAST, Pooling.MEAN])),
     )
 
 
@@ -312,7 +314,12 @@ class MemoryMachine(RuleBasedStateMachine):
             assert answer.failure.code in ("context_length_exceeded", "too_many_sequences"), answer.failure
             assert not self.always_fits(answer.submit)
             return
-        sampling = answer.submit.sampling
+        sampling, prompt = answer.submit.sampling, answer.submit.prompt_token_ids.tolist()
+        if not any((gateway, handle, index) in self.cut for index in range(sampling.n)):
+            if sampling.prompt_logprobs is not None:
+                assert answer.prompt_logprobs == expected_prompt_logprobs(prompt)
+            if sampling.pooling:
+                assert answer.pooled == expected_pooled(prompt, sampling.pooling)
         assert answer.finishes.keys() == set(range(sampling.n))
         for index, tokens in enumerate(self.expected[gateway, handle]):
             if (gateway, handle, index) in self.cut:

@@ -92,13 +92,17 @@ def block_trees(worker: WorkerState, request: Request) -> list[list[int]]:
 def _cached(state: State, worker: WorkerState, sequence: Sequence) -> tuple[list[int], int]:
     """The leading blocks of a waiting sequence that the worker's prefix cache holds, and the node behind them.
 
-    At least one token is left to compute, or there would be no logits to sample from.
+    At least one token is left to compute, or there would be no logits to sample from; and all those whose positions
+    the request wants to hear of.
     """
     if not state.config.prefix_caching:
         return [], NO_SALT
     size, names = worker.block_size, worker.pool.names
-    count = (len(sequence.tokens) - 1) // size
-    return names.find(names.root(sequence.request.cache_salt), sequence.tokens[: count * size])
+    request, spared = sequence.request, len(sequence.tokens) - 1
+    if request.sampling.needs_every_position and request.reports_more:
+        spared = min(spared, request.reported)
+    count = spared // size
+    return names.find(names.root(request.cache_salt), sequence.tokens[: count * size])
 
 
 def start(state: State, worker: WorkerState, request: Request, taken: Demand, now: float) -> Arrival:
@@ -140,8 +144,10 @@ def start(state: State, worker: WorkerState, request: Request, taken: Demand, no
         request.cached_tokens = join.computed
         worker.table.cached[join.slot] = join.computed
         state.counters.prefix_hits += join.computed
-    if not request.forked and request.beams is None:
-        worker.table.expect_forks(request.unfinished[0].slot, True)
+    forks = not request.forked and request.beams is None
+    if forks or request.reports_more:
+        worker.table.expect_chunk(request.unfinished[0].slot, True)
+    if forks:
         for sequence in request.unfinished[1:]:
             worker.table.reserve(sequence)
             worker.table.cached[sequence.slot] = request.cached_tokens

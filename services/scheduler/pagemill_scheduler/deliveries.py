@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagemill_scheduler.request import LogprobEntry, Request, Sequence
-from pagemill_shared.messages import Delivery, FinishReason, RequestFailure, TokenLogprobs
+from pagemill_shared.messages import Delivery, FinishReason, PromptReport, RequestFailure, TokenLogprobs
 from pagemill_shared.schema import Float32Array, Int32Array
 
 
@@ -44,10 +44,11 @@ class DeliveryBuilder:
         self._logprob_rows: list[int] = []
         self._logprob_entries: list[LogprobEntry] = []
         self._failures: list[RequestFailure] = []
+        self._reports: list[PromptReport] = []
         self.ended: list[Request] = []
 
     def __bool__(self) -> bool:
-        return bool(self._columns or self._failures or self.ended)
+        return bool(self._columns or self._failures or self._reports or self.ended)
 
     def add_rows(
         self,
@@ -80,6 +81,10 @@ class DeliveryBuilder:
     def add_failure(self, failure: RequestFailure) -> None:
         self._failures.append(failure)
 
+    def add_reports(self, reports: abc.Sequence[PromptReport]) -> None:
+        """What chunks of a request's prompt had to tell, in order."""
+        self._reports.extend(reports)
+
     def build(self, epoch: int, number: int) -> Delivery:
         """The delivery of all that was added, and start anew."""
         arrays: dict[str, Any] = {}
@@ -94,6 +99,7 @@ class DeliveryBuilder:
             **arrays,
             logprobs=pack_logprobs(self._logprob_rows, self._logprob_entries),
             failures=tuple(self._failures),
+            reports=tuple(self._reports),
         )
         self.reset()
         return delivery

@@ -131,6 +131,8 @@ def _requeue(state: State, worker: WorkerState, reason: str, *, died: bool) -> N
                     sequence.parked = Parked([], sequence.parked.computed)
     # Tokens on their way for sequences that were preempted before will not come: they are sampled again.
     for flight in worker.flights:
+        for report in flight.reports:
+            report.sequence.in_flight -= report.orphan
         for sequence in flight.orphans.values():
             sequence.in_flight -= 1
             if not sequence.request.in_flight:

@@ -57,11 +57,12 @@ def begin_epoch(state: State, gateway: GatewayState) -> None:
         if request.failure is not None:
             builder.add_failure(request.failure)
             continue
+        builder.add_reports(request.reports)
         if request.beams is not None and not request.beams.done:
             continue
         for sequence in request.sequences:
             output = state.tokens_of(sequence)[len(request.prompt) :]
-            if len(output):
+            if len(output) or sequence.finished:
                 builder.add_sequence(sequence, 0, output.copy())
 
 

@@ -70,7 +70,7 @@ def _check_rows(worker: WorkerState) -> None:
     _require(int((table.gate >= 0).sum()) == table.num_gates, f"{name}: gates miscounted")
     _require(int(table.beam.sum()) == table.num_beams, f"{name}: beams miscounted")
     _require(int((table.awaits > 0).sum()) == table.num_awaiting, f"{name}: rows that wait for grammars miscounted")
-    _require(int(table.forks.sum()) == table.num_forks, f"{name}: rows that others fork from miscounted")
+    _require(int(table.chunked.sum()) == table.num_chunked, f"{name}: rows that go on in chunks miscounted")
     for slot in table.slots().tolist():
         sequence = table.sequence(slot)
         request = sequence.request
@@ -87,7 +87,8 @@ def _check_rows(worker: WorkerState) -> None:
         _require(length + pending <= table.limit[slot], f"{who}: {length}+{pending} tokens exceed {table.limit[slot]}")
         _require(not (pending and table.awaits[slot]), f"{who}: samples before its grammar is compiled")
         _require(0 <= pending <= 2, f"{who}: {pending} pending")
-        _require(0 <= computed < length + pending, f"{who}: computed {computed} of {length}+{pending}")
+        most = length + pending - bool(request.sampling.max_tokens)
+        _require(0 <= computed <= most, f"{who}: computed {computed} of {length}+{pending}")
         # On demand: what its known tokens need, or what the plans in flight write.
         least, most = worker.blocks_for(max(computed, 1)), worker.blocks_for(length + pending)
         _require(least <= blocks <= most, f"{who}: {blocks} blocks for {computed} of {length}+{pending} tokens")

@@ -22,6 +22,8 @@ def preempt(state: State, request: Request, why: str, *, keep_blocks: bool = Tru
         # A step of a beam search moves all its beams, so it is taken back as a whole and repeated later.
         for sequence in running:
             table.computed[sequence.slot] -= table.pending[sequence.slot]
+            if request.reports_more:  # what is on its way is not waited for
+                table.computed[sequence.slot] = min(table.computed.item(sequence.slot), request.reported)
     filled = [sequence for sequence in running if table.computed[sequence.slot] > 0]
     swap = keep_blocks and _should_swap(state, worker, filled)
     if swap:

@@ -14,7 +14,7 @@ from pagemill_scheduler import admission, grammars, lifecycle, naming, placement
 from pagemill_scheduler.request import Request
 from pagemill_scheduler.state import State
 from pagemill_scheduler.table import Slots
-from pagemill_scheduler.worker import Flight, WorkerState
+from pagemill_scheduler.worker import AwaitedReport, Flight, WorkerState
 from pagemill_shared.messages import IterationPlan, SequenceJoin
 from pagemill_shared.schema import Int32Array
 
@@ -30,6 +30,7 @@ class Draft:
 
     Attributes:
         entries: the slots behind the tokens that the chunks sample.
+        reports: what the chunks will tell of their prompts.
     """
 
     budget: int
@@ -38,6 +39,7 @@ class Draft:
     copies: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[tuple[int, int, int, int]] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
+    reports: list[AwaitedReport] = field(default_factory=list)
     joined: list[SequenceJoin] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
 
@@ -96,7 +98,7 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Slots, Slots]:
         # A row whose last token is already on its way (pending up to its limit) sits this plan out, and so does a
         # beam whose step is out: all beams of a request step together.
         ready = (length - computed == 1) & (length < table.limit[slots])
-        if table.num_beams or table.num_forks or table.num_gates or table.num_awaiting:
+        if table.num_beams or table.num_chunked or table.num_gates or table.num_awaiting:
             ready = _hold_back(worker, slots, ready)
         rows = slots[ready]
         # A row that is ready has blocks for all that is computed, and none after the one that it writes to.
@@ -113,12 +115,12 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Slots, Slots]:
 
 
 def _hold_back(worker: WorkerState, slots: Slots, ready: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """``ready`` without rows that others fork from, that stand at a closed gate or wait for their grammar, and without
-    beams whose request has a beam that is not ready."""
+    """``ready`` without rows that go on in chunks, stand at a closed gate or wait for their grammar, and without beams
+    whose request has a beam that is not ready."""
     table = worker.table
     for slot in np.flatnonzero(table.gate >= 0).tolist():
         table.gated(slot)
-    ready = ready & ~table.forks[slots] & (table.gate[slots] < 0) & (table.awaits[slots] == 0)
+    ready = ready & ~table.chunked[slots] & (table.gate[slots] < 0) & (table.awaits[slots] == 0)
     ready &= ~(table.beam[slots] & (table.pending[slots] > 0))
     beam, request = table.beam[slots], table.arrival[slots]
     lagging = np.unique(request[beam & ~ready])
@@ -159,7 +161,7 @@ def _prefilling(worker: WorkerState) -> list[int]:
     table = worker.table
     slots = table.slots()
     left = table.length[slots] + table.pending[slots] - table.computed[slots]
-    ordered: list[int] = table.ordered(slots[(left > 1) | table.forks[slots]]).tolist()
+    ordered: list[int] = table.ordered(slots[(left > 1) | table.chunked[slots]]).tolist()
     return ordered
 
 
@@ -170,11 +172,13 @@ def _add_chunk(state: State, worker: WorkerState, slot: int, draft: Draft) -> No
         return
     start, length = table.computed.item(slot), table.length.item(slot)
     last = length
-    beams = table.sequence(slot).request.beams
-    if beams is not None and beams.steps:
+    request = table.sequence(slot).request
+    if request.beams is not None and request.beams.steps:
         last -= 1  # running beams sample together, as decode rows, once all of them have come this far
     elif table.awaits.item(slot):
         last -= 1  # the last token waits with it
+    if start < request.reported < len(request.prompt):
+        last = min(last, request.reported)  # a chunk is reported as a whole or not at all
     count = min(last - start, draft.budget)
     if count <= 0:
         return
@@ -182,8 +186,21 @@ def _add_chunk(state: State, worker: WorkerState, slot: int, draft: Draft) -> No
     draft.budget -= count
     if state.config.prefix_caching:
         naming.name_slot(worker, slot)  # before it forks: the forks need not find the names again
-    samples = _sample_after_prompt(worker, slot, draft) if start + count == length else 0
+    if request.reports_more and request.reported <= start < len(request.prompt):
+        _report(worker, slot, start, start + count, draft)
+    samples = 0
+    if start + count == length and request.sampling.max_tokens:
+        samples = _sample_after_prompt(worker, slot, draft)
     draft.chunks.append((slot, start, count, samples))
+
+
+def _report(worker: WorkerState, slot: int, start: int, end: int, draft: Draft) -> None:
+    """The chunk ``start`` … ``end`` - 1 tells what its request wants to hear of its prompt."""
+    sequence = worker.table.sequence(slot)
+    prompt_length = len(sequence.request.prompt)
+    draft.reports.append(AwaitedReport(sequence, slot, start, min(end, prompt_length)))
+    if end >= prompt_length:
+        worker.table.expect_chunk(slot, False)
 
 
 def _sample_after_prompt(worker: WorkerState, slot: int, draft: Draft) -> int:
@@ -199,7 +216,7 @@ def _sample_after_prompt(worker: WorkerState, slot: int, draft: Draft) -> int:
                 worker.pool.share(table.blocks_of(slot))
                 worker.notes.forks.append((slot, sibling.slot, sibling.index))
                 slots.append(sibling.slot)
-        table.expect_forks(slot, False)
+        table.expect_chunk(slot, False)
         request.forked = True
     for sampling in slots:
         table.pending[sampling] += 1
@@ -330,11 +347,12 @@ def _dispatch(worker: WorkerState, draft: Draft, now: float) -> IterationPlan:
         block_copies=_table(draft.copies, 2),
         decode_rows=rows,
         prefill_chunks=chunks,
+        reporting=np.array([report.slot for report in draft.reports], np.int32),
     )
     worker.told()
     if not worker.flights:
         worker.progress_at = now
     slots = np.concatenate([draft.rows, np.array(draft.entries, np.intp)]) if draft.entries else draft.rows
     num_tokens = len(rows) + sum(count for _, _, count, _ in draft.chunks)
-    worker.flights.append(Flight(plan.iteration, slots, num_tokens, now))
+    worker.flights.append(Flight(plan.iteration, slots, num_tokens, now, draft.reports))
     return plan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pagemill_shared.messages import FinishReason, RequestFailure
+from pagemill_shared.messages import FinishReason, PromptReport, RequestFailure
 from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.schema import Float32Array, Int32Array
 
@@ -109,6 +109,7 @@ class Request:
         beams: the state of its beam search.
         key: orders requests: lower first; ``arrival`` breaks ties.
         cached_tokens: prompt tokens found in the prefix cache when it first started.
+        reports: what chunks of its prompt had to tell, in the order of their positions.
         deaths: workers that died while they ran it.
         waits_for: why it is not running, for people.
         failure: the error that it ended with.
@@ -135,6 +136,7 @@ class Request:
     forked: bool = False
     beams: BeamSearch | None = None
     cached_tokens: int = 0
+    reports: list[PromptReport] = field(default_factory=list)
     deaths: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
@@ -155,6 +157,16 @@ class Request:
         self.end_ids = sampling.end_token_ids
         self.eos_ids = frozenset(() if sampling.ignore_eos else sampling.eos_token_ids.tolist())
         self.highest_token = int(self.prompt.max(initial=-1))
+
+    @property
+    def reported(self) -> int:
+        """Positions of the prompt, from the first one on, that need not be reported any more."""
+        return self.reports[-1].end if self.reports else 0
+
+    @property
+    def reports_more(self) -> bool:
+        """Whether chunks of its prompt still have something to tell."""
+        return self.sampling.reports_prompt and self.reported < len(self.prompt)
 
     @property
     def rank(self) -> tuple[int, int]:

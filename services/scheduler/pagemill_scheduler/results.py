@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,10 +12,10 @@ from pagemill_scheduler.deliveries import finish_codes
 from pagemill_scheduler.request import LogprobEntry, Request, Sequence, Status, finish_reason
 from pagemill_scheduler.state import State
 from pagemill_scheduler.table import Slots
-from pagemill_scheduler.worker import Flight, WorkerState
+from pagemill_scheduler.worker import AwaitedReport, Flight, WorkerState
 from pagemill_shared.errors import ProtocolError
 from pagemill_shared.grammar_limits import GRAMMAR_FAILED, GRAMMAR_TIMEOUT
-from pagemill_shared.messages import FinishReason, IterationResult, RowFault, TokenLogprobs
+from pagemill_shared.messages import FinishReason, IterationResult, PromptReport, RowFault, TokenLogprobs
 from pagemill_shared.schema import Int32Array
 
 
@@ -31,7 +33,10 @@ def apply_result(state: State, worker: WorkerState, result: IterationResult) -> 
         raise ProtocolError(f"token {tokens.max()} is outside the vocabulary of {worker.hello.vocab_size}")
     entries, candidates = _entries(result.logprobs), _entries(result.candidates)
     _check_entries(worker, flight, tokens, entries, candidates)
+    _check_reports(flight, result)
 
+    if flight.reports:
+        _take_reports(state, worker, flight, result)
     sampled = tokens >= 0
     if flight.orphans or not sampled.all():
         _take_exceptions(state, worker, flight, result, sampled, entries)
@@ -63,6 +68,26 @@ def _take_exceptions(
         if flight.live[faulty]:  # failing a row takes the others of its request out of the flight, too
             slot = int(flight.slots[faulty])
             _fail_row(state, worker, worker.table.sequence(slot).request, faults.get(slot))
+
+
+def _take_reports(state: State, worker: WorkerState, flight: Flight, result: IterationResult) -> None:
+    """What chunks had to tell of prompts; a request that wants nothing else ends with its last one."""
+    faults = {fault.slot: fault for fault in result.faults}
+    for awaited, report in zip(flight.reports, result.reports, strict=True):
+        sequence, request = awaited.sequence, awaited.sequence.request
+        sequence.in_flight -= awaited.orphan
+        if not awaited.wanted or request.status is Status.ENDED or awaited.start < request.reported:
+            continue
+        if awaited.slot in faults:
+            _fail_row(state, worker, request, faults[awaited.slot])
+            continue
+        told = replace(report, owner=request.handle)
+        request.reports.append(told)
+        request.gateway.delivery.add_reports([told])
+        if not request.sampling.max_tokens and not request.reports_more:
+            sequence.finish = FinishReason.LENGTH
+            request.gateway.delivery.add_sequence(sequence, 0, request.prompt[:0])
+            lifecycle.finish_one(state, sequence)
 
 
 def _record(
@@ -213,3 +238,25 @@ def _check_entries(
         found = len(candidates[int(index)].token_ids) if int(index) in candidates else 0
         if found < min(least, worker.hello.vocab_size):
             raise ProtocolError(f"token {index} belongs to a beam and needs {least} candidates, got {found}")
+
+
+def _check_reports(flight: Flight, result: IterationResult) -> None:
+    if [report.owner for report in result.reports] != [awaited.slot for awaited in flight.reports]:
+        raise ProtocolError(f"iteration {flight.iteration} does not report the prompts that it was asked to")
+    faulty = {fault.slot for fault in result.faults}
+    for awaited, report in zip(flight.reports, result.reports, strict=True):
+        if awaited.slot not in faulty:
+            _check_report(awaited, report)
+
+
+def _check_report(awaited: AwaitedReport, report: PromptReport) -> None:
+    if (report.start, report.end) != (awaited.start, awaited.end):
+        raise ProtocolError(
+            f"positions {report.start}..{report.end} of a prompt are reported, not {awaited.start}..{awaited.end}"
+        )
+    request = awaited.sequence.request
+    wanted = 0
+    if request.sampling.prompt_logprobs is not None:
+        wanted = min(report.end, len(request.prompt) - 1) - report.start
+    if sorted(_entries(report.logprobs)) != list(range(wanted)):
+        raise ProtocolError(f"{wanted} log-probabilities of prompt tokens are due, got {len(report.logprobs.rows)}")

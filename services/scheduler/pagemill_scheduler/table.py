@@ -34,15 +34,15 @@ class SlotTable:
             last of them, kept apart so that a pass over the rows need not visit every block table.
         stop_ids: [STOP_IDS_WIDTH, capacity] padded with -1; many_stops: [capacity] bool, more than fit there.
         logprobs: [capacity] bool, wants log-probabilities.
-        num_beams, num_forks, num_gates, num_awaiting, num_logprobs, num_many_stops: rows with such a thing, to skip
+        num_beams, num_chunked, num_gates, num_awaiting, num_logprobs, num_many_stops: rows with such a thing, to skip
             what concerns none.
         handle, sequence_index, gateway: [capacity] where its tokens are delivered to.
         cached: [capacity] prompt tokens that the prefix cache spared.
         named: [capacity] leading full blocks that have been offered to the prefix cache.
         node: [capacity] int64, the node in the prefix cache that stands for them, at first the root.
         beam: [capacity] bool, a beam: the scheduler chooses its tokens, and it runs only when none is pending.
-        forks: [capacity] bool, others fork from it when it samples, so it samples behind a prefill chunk even if that
-            is only one token.
+        chunked: [capacity] bool, it goes on with a prefill chunk even if that is only one token: others fork from it
+            when it samples, or its prompt reports.
         gate, gate_at: [capacity] while ``gate`` is not -1 the row must not run before that slot has computed
             ``gate_at`` tokens: it shares blocks with it that are being recomputed.
         awaits: [capacity] int64, 0, or the iteration in which a row joined whose grammar the worker still compiles: it
@@ -74,7 +74,7 @@ class SlotTable:
         self.cached = np.zeros(capacity, np.int32)
         self.named = np.zeros(capacity, np.int32)
         self.beam = np.zeros(capacity, np.bool_)
-        self.forks = np.zeros(capacity, np.bool_)
+        self.chunked = np.zeros(capacity, np.bool_)
         self.gate = np.full(capacity, _NONE, np.int32)
         self.gate_at = np.zeros(capacity, np.int32)
         self.awaits = np.zeros(capacity, np.int64)
@@ -83,7 +83,7 @@ class SlotTable:
         self.arrival = np.zeros(capacity, np.int64)
         self.priority = np.zeros(capacity, np.int32)
         self.node = np.zeros(capacity, np.int64)
-        self.num_beams = self.num_forks = self.num_gates = self.num_logprobs = self.num_many_stops = 0
+        self.num_beams = self.num_chunked = self.num_gates = self.num_logprobs = self.num_many_stops = 0
         self.num_awaiting = 0
         self._sequences: list[Sequence | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
@@ -228,8 +228,8 @@ class SlotTable:
         if self.num_many_stops and self.many_stops[slot]:
             self.many_stops[slot] = False
             self.num_many_stops -= 1
-        if self.num_forks:
-            self.expect_forks(slot, False)
+        if self.num_chunked:
+            self.expect_chunk(slot, False)
         if self.num_gates:
             self._open_gate(slot)
         if self.num_awaiting:
@@ -241,10 +241,10 @@ class SlotTable:
         self._slots = None
         return sequence
 
-    def expect_forks(self, slot: int, expected: bool) -> None:
-        """Whether others fork from ``slot`` when it samples next."""
-        self.num_forks += expected - int(self.forks[slot])
-        self.forks[slot] = expected
+    def expect_chunk(self, slot: int, expected: bool) -> None:
+        """Whether ``slot`` goes on with a chunk even if that is only one token."""
+        self.num_chunked += expected - int(self.chunked[slot])
+        self.chunked[slot] = expected
 
     def close_gate(self, slot: int, other: int, at: int) -> None:
         """``slot`` must not run before ``other`` has computed ``at`` tokens."""

@@ -17,6 +17,23 @@ from pagemill_shared.numbering import Incoming, Outgoing
 
 
 @dataclass(slots=True, eq=False)
+class AwaitedReport:
+    """What a chunk in flight will tell of positions start … end - 1 of its sequence's prompt.
+
+    Attributes:
+        wanted: False once nobody wants it any more.
+        orphan: the sequence was preempted since, and waits for it.
+    """
+
+    sequence: Sequence
+    slot: int
+    start: int
+    end: int
+    wanted: bool = True
+    orphan: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Flight:
     """A plan that was sent and has no result yet.
 
@@ -25,12 +42,14 @@ class Flight:
         live: [K] False where the sequence has left the slot since.
         orphans: sequences preempted since, by index into ``slots``: their tokens still count.
         num_tokens: tokens that the plan computes.
+        reports: those that the result will hold, in its order.
     """
 
     iteration: int
     slots: Slots
     num_tokens: int
     dispatched_at: float
+    reports: list[AwaitedReport] = field(default_factory=list)
     live: npt.NDArray[np.bool_] = field(init=False)
     orphans: dict[int, Sequence] = field(default_factory=dict)
 
@@ -47,6 +66,10 @@ class Flight:
                 orphan = orphans[int(self.slots[index])]
                 self.orphans[index] = orphan
                 orphan.in_flight += 1
+        for report in self.reports:
+            if gone[report.slot] and report.wanted and not report.orphan:
+                report.wanted = report.orphan = bool(orphans)
+                report.sequence.in_flight += report.orphan
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +153,7 @@ class WorkerState:
         table = self.table
         by_slot = {sequence.slot: sequence for sequence in sequences}
         slots = np.array(list(by_slot), np.intp)
-        awaited = table.pending[slots].any()
+        awaited = table.pending[slots].any() or any(flight.reports for flight in self.flights)
         self.pool.release([table.blocks_of(slot) for slot in by_slot])
         for slot in by_slot:
             idle = table.is_idle(slot)

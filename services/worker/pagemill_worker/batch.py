@@ -28,6 +28,7 @@ class Batch:
         sampled_slots: [R] slots that sample.
         row_of: [N] index into the R rows for each sampled token, in the order of the result.
         token_slots: [N] slot that each sampled token is appended to: the row's own, then its forks'.
+        reporting: (slot, first of the T tokens, position of that token, number of tokens) of each chunk that reports.
     """
 
     token_ids: Indices
@@ -37,6 +38,7 @@ class Batch:
     sampled_slots: Indices
     row_of: Indices
     token_slots: Indices
+    reporting: list[tuple[int, int, int, int]]
 
 
 def build_batch(plan: IterationPlan, rows: Rows, block_size: int, max_model_len: int) -> Batch | None:
@@ -86,7 +88,24 @@ def build_batch(plan: IterationPlan, rows: Rows, block_size: int, max_model_len:
         sampled_slots=slots[sampling],
         row_of=np.repeat(np.arange(sampling.size), samples[sampling]),
         token_slots=_owners(slots[sampling], samples[sampling], plan.forks),
+        reporting=_reporting(plan, query_starts[decodes.size :], rows),
     )
+
+
+def _reporting(plan: IterationPlan, query_starts: Indices, rows: Rows) -> list[tuple[int, int, int, int]]:
+    """As in Batch. ``query_starts``: the first token of each chunk."""
+    if not plan.reporting.size:
+        return []
+    chunks = {
+        slot: (slot, first, start, count)
+        for (slot, start, count, _), first in zip(plan.prefill_chunks.tolist(), query_starts.tolist(), strict=False)
+    }
+    for slot in plan.reporting.tolist():
+        if slot not in chunks:
+            raise ProtocolError(f"slot {slot} is to report, but computes no chunk")
+        if chunks[slot][2] >= rows.prompt_lengths[slot]:
+            raise ProtocolError(f"slot {slot} is to report, but computes nothing of its prompt")
+    return [chunks[slot] for slot in plan.reporting.tolist()]
 
 
 def _check(

@@ -11,13 +11,14 @@ import torch
 
 from pagemill_kernels.interface import Kernels
 from pagemill_shared.errors import ProtocolError
-from pagemill_shared.messages import IterationPlan, IterationResult, RowFault, TokenLogprobs, WorkerWelcome
+from pagemill_shared.messages import IterationPlan, IterationResult, PromptReport, RowFault, TokenLogprobs, WorkerWelcome
 from pagemill_shared.schema import Int32Array
 from pagemill_worker.batch import Batch, build_batch
 from pagemill_worker.cache import KVCache
 from pagemill_worker.grammar_compiler import GrammarCompiler
 from pagemill_worker.grammar_rows import Announce, GrammarRows
 from pagemill_worker.models.registry import Model
+from pagemill_worker.prompt_reports import prompt_reports
 from pagemill_worker.rows import Rows
 from pagemill_worker.sampler import Sampled, sample
 from pagemill_worker.threads import ThreadPolicy
@@ -90,9 +91,11 @@ class Runner:
         if plan.block_copies.size:
             self.cache.copy(self.kernels, plan.block_copies)
         copied = self._clock()
-        logits = None if batch is None else self._forward(batch)
+        hidden = None if batch is None else self._forward(batch)
+        logits = None if batch is None or hidden is None else self._logits(batch, hidden)
         computed = self._clock()
-        sampled, faults = self._sample(batch, logits, rows)
+        reports, faults = self._report(batch, hidden, rows)
+        sampled, unsampled = self._sample(batch, logits, rows)
         ended = self._clock()
         return IterationResult(
             epoch=plan.epoch,
@@ -100,25 +103,38 @@ class Runner:
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
             candidates=sampled.candidates,
-            faults=faults,
+            faults=(*faults, *unsampled),
+            reports=reports,
             copy_us=_micros(copied - begun),
             forward_us=_micros(computed - copied),
             sample_us=_micros(ended - computed),
         )
 
-    def _forward(self, batch: Batch) -> torch.Tensor | None:
-        """[R, vocab_size] logits of the rows that sample, or None without such."""
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """[T, hidden_size] what the model makes of the batch's tokens."""
         if self._device.type == "cpu":
             torch.set_num_threads(self.threads.of(batch.token_ids.size))
         step = self.kernels.prepare(batch.attention, self.cache.pool)
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
-        hidden = self.model.forward(token_ids, positions, self.cache.pool, self.kernels, step)
+        return self.model.forward(token_ids, positions, self.cache.pool, self.kernels, step)
+
+    def _logits(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[R, vocab_size] logits of the rows that sample, or None without such."""
         if not batch.sampled_tokens.size:
             return None
         if batch.sampled_tokens.size < batch.token_ids.size:
             hidden = hidden[torch.from_numpy(batch.sampled_tokens).to(self._device)]
         return self.model.logits(hidden)
+
+    def _report(
+        self, batch: Batch | None, hidden: torch.Tensor | None, rows: Rows
+    ) -> tuple[tuple[PromptReport, ...], tuple[RowFault, ...]]:
+        if batch is None or hidden is None or not batch.reporting:
+            return (), ()
+        reports, failed = prompt_reports(self.model, hidden, batch, rows)
+        rows.faulty[failed] = True
+        return tuple(reports), tuple(RowFault(slot, *_NON_FINITE_FAULT) for slot in failed)
 
     def _sample(
         self, batch: Batch | None, logits: torch.Tensor | None, rows: Rows

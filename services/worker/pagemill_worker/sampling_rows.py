@@ -72,6 +72,8 @@ class SamplingRows:
 
     Attributes:
         candidates: [S] best continuations that a beam reports in place of a sampled token; 0 for what is no beam.
+        prompt_logprobs: [S] alternatives to report beside each prompt token, -1 for none.
+        pooling: [S] Pooling.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, grammars: GrammarRows) -> None:
@@ -89,6 +91,8 @@ class SamplingRows:
         self.min_tokens = np.zeros(n, np.int64)
         self.logprobs = np.full(n, -1, np.int64)
         self.candidates = np.zeros(n, np.int64)
+        self.prompt_logprobs = np.full(n, -1, np.int64)
+        self.pooling = np.zeros(n, np.int64)
         self.biased = np.zeros(n, np.bool_)
         self.penalised = np.zeros(n, np.bool_)
         self._bias: dict[int, tuple[Indices, npt.NDArray[np.float32]]] = {}
@@ -104,6 +108,8 @@ class SamplingRows:
         self.presence_penalty[slot], self.frequency_penalty[slot] = p.presence_penalty, p.frequency_penalty
         self.seed[slot] = p.seed
         self.logprobs[slot] = -1 if p.logprobs is None else p.logprobs
+        self.prompt_logprobs[slot] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
+        self.pooling[slot] = p.pooling
         if p.beam_width:
             self.temperature[slot] = 0.0
             self.candidates[slot] = max(p.num_candidates, self.logprobs[slot])

@@ -16,14 +16,15 @@ from pagemill_shared.messages import (
     GrammarCompiled,
     IterationPlan,
     IterationResult,
+    PromptReport,
     RowFault,
     TokenLogprobs,
     WorkerHello,
     WorkerWelcome,
 )
-from pagemill_shared.sampling import SamplingParams
+from pagemill_shared.sampling import Pooling, SamplingParams
 from pagemill_shared.schema import Float32Array, Int32Array
-from pagemill_testing.hash_model import START, best_candidates, extend, next_token
+from pagemill_testing.hash_model import START, best_candidates, extend, next_token, position_state, prompt_logprob
 
 TAINTED = -1
 """Stands for keys and values that are not numbers."""
@@ -149,6 +150,7 @@ class FakeWorker:
         faults: list[RowFault] = []
         entries: list[tuple[int, Int32Array, Float32Array]] = []
         candidates: list[tuple[int, Int32Array, Float32Array]] = []
+        reports: dict[int, PromptReport] = {}
         total = 0
         written: set[tuple[int, int]] = set()
         works = [(int(slot), -1, 1, 1) for slot in plan.decode_rows]
@@ -177,6 +179,14 @@ class FakeWorker:
                 sound = self._read(slot, row)
                 if not sound:
                     self._taint(row, count)
+            if slot in plan.reporting:
+                self._require(row.sampling.reports_prompt, f"slot {slot}: reports what nobody wants to know")
+                if sound:
+                    reports[slot] = _report(slot, row, count)
+                else:
+                    reports[slot] = PromptReport(slot, 0, 1)
+                    self.faults += 1
+                    faults.append(RowFault(slot, "nan", "logits are not finite"))
             if not samples:
                 continue
             self._require(row.failed or row.computed == len(row.tokens), f"slot {slot}: samples too early")
@@ -213,6 +223,7 @@ class FakeWorker:
                     value = np.array([-len(sampled.tokens)], np.float32)
                     entries.append((len(tokens), np.array([token], np.int32), value))
                 tokens.append(token)
+        self._require(set(reports) == set(plan.reporting.tolist()), "a report without a chunk")
         self._require(total <= self.budget, f"{total} tokens, the budget is {self.budget}")
         self.computed_tokens += total
         return IterationResult(
@@ -222,6 +233,7 @@ class FakeWorker:
             logprobs=_packed(entries),
             candidates=_packed(candidates),
             faults=tuple(faults),
+            reports=tuple(reports[slot] for slot in plan.reporting.tolist()),
         )
 
     def _update_rows(self, plan: IterationPlan) -> None:
@@ -335,6 +347,25 @@ class FakeWorker:
     def _require(self, condition: object, message: str) -> None:
         if not condition:
             raise PlanError(f"worker {self.hello.identity}, iteration {self.iteration}: {message}")
+
+
+def _report(slot: int, row: FakeRow, count: int) -> PromptReport:
+    start, end = row.computed - count, min(row.computed, row.prompt_length)
+    logprobs = TokenLogprobs()
+    if row.sampling.prompt_logprobs is not None:
+        tokens = range(start + 1, min(end + 1, row.prompt_length))
+        logprobs = _packed(
+            [
+                (i, np.array([row.tokens[p]], np.int32), np.array([prompt_logprob(row.hashes[p - 1])], np.float32))
+                for i, p in enumerate(tokens)
+            ]
+        )
+    pooled: list[float] = []
+    if row.sampling.pooling == Pooling.MEAN:
+        pooled = [sum(map(position_state, row.hashes[start:end]))]
+    elif row.sampling.pooling == Pooling.LAST and end == row.prompt_length:
+        pooled = [position_state(row.hashes[end - 1])]
+    return PromptReport(slot, start, end, logprobs, np.array(pooled, np.float32))
 
 
 def _packed(entries: list[tuple[int, Int32Array, Float32Array]]) -> TokenLogprobs:

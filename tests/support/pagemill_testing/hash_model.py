@@ -8,7 +8,7 @@ import hashlib
 import numpy as np
 
 from pagemill_scheduler.beams import BeamSearch, Candidates
-from pagemill_shared.sampling import SamplingParams
+from pagemill_shared.sampling import Pooling, SamplingParams
 
 _MODULUS = 2**61 - 1
 _BASE = 0x1F3D5B79A8C6E4D
@@ -48,6 +48,27 @@ def best_candidates(prefix: int, count: int, vocab_size: int) -> Candidates:
     steps = [1 + _draw(prefix, token, "value") % 64 for token in found]
     values = -np.cumsum(np.array(steps, np.float32)) / np.float32(64)
     return Candidates(np.array(list(found), np.int32), values.astype(np.float32))
+
+
+def prompt_logprob(prefix: int) -> float:
+    """Of the prompt token that follows the prefix."""
+    return -float(_draw(prefix, "prompt") % 64)
+
+
+def position_state(prefix: int) -> float:
+    """The hidden state of the last token of the prefix, a whole number."""
+    return float(_draw(prefix, "state") % 1000)
+
+
+def expected_prompt_logprobs(prompt: list[int]) -> list[float]:
+    """Of all its tokens but the first."""
+    return [prompt_logprob(prefix_hash(prompt[:i])) for i in range(1, len(prompt))]
+
+
+def expected_pooled(prompt: list[int], pooling: int) -> float:
+    """The last position's state, or the sum over all."""
+    states = [position_state(prefix_hash(prompt[: i + 1])) for i in range(len(prompt))]
+    return states[-1] if pooling == Pooling.LAST else sum(states)
 
 
 def expected_output(prompt: list[int], sampling: SamplingParams, vocab_size: int, sequence: int = 0) -> list[int]:

@@ -141,6 +141,9 @@ class PlanDriver:
             block_copies=np.array(copies, np.int32).reshape(-1, 2),
             decode_rows=np.array([sequence.slot for sequence in decodes], np.int32),
             prefill_chunks=np.array([(s.slot, *rest) for s, *rest in chunks], np.int32).reshape(-1, 4),
+            reporting=np.array(
+                [s.slot for s, start, *_ in chunks if s.sampling.reports_prompt and start < len(s.prompt)], np.int32
+            ),
         )
         self._released, self._swap_out = [], []
         result = self.runner.execute(plan)

@@ -25,6 +25,7 @@ from pagemill_shared.messages import (
     HelloRequest,
     IterationPlan,
     IterationResult,
+    PromptReport,
     RequestFailure,
     Resync,
     SequenceFinished,
@@ -35,7 +36,7 @@ from pagemill_shared.messages import (
     WorkerWelcome,
 )
 from pagemill_shared.numbering import Incoming, Outgoing, Verdict
-from pagemill_shared.sampling import SamplingParams
+from pagemill_shared.sampling import Pooling, SamplingParams
 from pagemill_shared.schema import Message
 from pagemill_testing.fake_worker import FakeWorker, worker_hello
 
@@ -48,10 +49,20 @@ class Answer:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     finishes: dict[int, FinishReason] = field(default_factory=dict)
+    reports: list[PromptReport] = field(default_factory=list)
     failure: RequestFailure | None = None
     stopped: bool = False
     cached_tokens: int = 0
     scores: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def prompt_logprobs(self) -> list[float]:
+        return [float(value) for report in self.reports for value in report.logprobs.values]
+
+    @property
+    def pooled(self) -> float:
+        values = [float(report.pooled[0]) for report in self.reports if len(report.pooled)]
+        return sum(values) if self.submit.sampling.pooling == Pooling.MEAN else values[-1]
 
     @property
     def done(self) -> bool:
@@ -145,6 +156,15 @@ class FakeGateway:
         self.simulation.outbox.append((self.peer, message))
 
     def _deliver(self, delivery: Delivery) -> None:
+        for report in delivery.reports:
+            asker = self.answers.get(report.owner)
+            if asker is None:
+                continue  # aborted meanwhile
+            if asker.reports and report.start <= asker.reports[0].start:
+                asker.reports.clear()  # all of it is delivered anew
+            if asker.submit.sampling.needs_every_position:
+                assert report.start == (asker.reports[-1].end if asker.reports else 0)
+            asker.reports.append(report)
         start = 0
         values = dict(zip(delivery.logprobs.rows.tolist(), delivery.logprobs.values.tolist(), strict=True))
         for i, handle in enumerate(delivery.handles.tolist()):

@@ -125,12 +125,15 @@ class DecoderModel:
                 hidden = hidden + kernels.rms_norm(layer.down(gated), layer.mlp_out_norm, eps)
         return hidden
 
+    def final(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] after the final norm, of rows that ``forward`` returned: transformers' last hidden state."""
+        return functional.rms_norm(
+            hidden.to(self._norm.dtype), (self.config.hidden_size,), self._norm, self.config.rms_norm_eps
+        ).to(hidden.dtype)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab_size] float32 logits of [R, hidden_size] rows that ``forward`` returned."""
-        normed = functional.rms_norm(
-            hidden.to(self._norm.dtype), (self.config.hidden_size,), self._norm, self.config.rms_norm_eps
-        )
-        logits = self._head(normed.to(hidden.dtype)).float()
+        logits = self._head(self.final(hidden)).float()
         cap = self.config.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
