@@ -111,9 +111,7 @@ class SamplingParams(Record):
         default_factory=lambda: _NO_IDS
     )
     bad_word_ids: Annotated[Int32Array, Int32s(MAX_BAD_WORD_TOKENS, low=0)] = field(default_factory=lambda: _NO_IDS)
-    bad_word_lengths: Annotated[Int32Array, Int32s(MAX_BAD_WORD_TOKENS, low=1)] = field(
-        default_factory=lambda: _NO_IDS
-    )
+    bad_word_lengths: Annotated[Int32Array, Int32s(MAX_BAD_WORD_TOKENS, low=1)] = field(default_factory=lambda: _NO_IDS)
     prompt_logprobs: Annotated[int | None, Optional(Int(0, MAX_LOGPROBS))] = None
     pooling: Annotated[int, Int(0, 2)] = 0
 

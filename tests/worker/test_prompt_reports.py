@@ -132,11 +132,9 @@ def test_plans_that_ask_for_reports_of_nothing_are_refused(folder: Path) -> None
     join = SequenceJoin(0, 0, 4, 0, ids, table, SamplingParams(prompt_logprobs=1))
     chunk = np.array([[0, 0, 4, 0]], np.int32)
     with pytest.raises(ProtocolError, match="computes no chunk"):
-        runner.execute(
-            IterationPlan(7, 1, joined=(join,), prefill_chunks=chunk, reporting=np.array([1], np.int32))
-        )
+        runner.execute(IterationPlan(7, 1, joined=(join,), prefill_chunks=chunk, reporting=np.array([1], np.int32)))
     runner.begin(WorkerWelcome(8, 8, 4096))
     runner.execute(IterationPlan(8, 1, joined=(join,), prefill_chunks=chunk))
+    late = np.array([[0, 4, 2, 1]], np.int32)
     with pytest.raises(ProtocolError, match="nothing of its prompt"):
-        late = np.array([[0, 4, 2, 1]], np.int32)
         runner.execute(IterationPlan(8, 2, prefill_chunks=late, reporting=np.array([0], np.int32)))

@@ -1,4 +1,4 @@
-"""What chunks of prompts tell beside their samples: log-probabilities of the prompt's own tokens, pooled hidden states."""
+"""What chunks of prompts tell beside their samples: log-probabilities of the prompt's tokens, pooled hidden states."""
 
 from __future__ import annotations
 

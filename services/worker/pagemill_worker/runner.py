@@ -11,7 +11,14 @@ import torch
 
 from pagemill_kernels.interface import Kernels
 from pagemill_shared.errors import ProtocolError
-from pagemill_shared.messages import IterationPlan, IterationResult, PromptReport, RowFault, TokenLogprobs, WorkerWelcome
+from pagemill_shared.messages import (
+    IterationPlan,
+    IterationResult,
+    PromptReport,
+    RowFault,
+    TokenLogprobs,
+    WorkerWelcome,
+)
 from pagemill_shared.schema import Int32Array
 from pagemill_worker.batch import Batch, build_batch
 from pagemill_worker.cache import KVCache
