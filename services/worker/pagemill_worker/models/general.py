@@ -77,6 +77,11 @@ class TransformersModel:
         hidden: Tensor = self._compute(token_ids, positions).last_hidden_state[0]
         return hidden
 
+    @staticmethod
+    def final(hidden: Tensor) -> Tensor:
+        """[R, hidden_size] what ``forward`` returned: it is the last hidden state already."""
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab_size] float32 logits of [R, hidden_size] rows that ``forward`` returned."""
         logits: Tensor = self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
