@@ -205,6 +205,7 @@ def test_a_server_with_a_key_meets_the_document() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_2000_random_requests_meet_the_document(api: Stage) -> None:
     explorer = Explorer(api.gateway.url)
     explorer.explore(lambda operation: 520 if operation.method == "post" else 20, derandomize=False)
