@@ -191,7 +191,7 @@ class TinyGguf:
     def write(self, path: Path) -> Path:
         entries = self.entries()
         writer = GGUFWriter(path, entries.pop("general.architecture"))
-        _add_entries(writer, entries)
+        add_entries(writer, entries)
         for name, (data, kind) in self.tensors.items():
             writer.add_tensor(name, data, raw_dtype=kind)
         writer.write_header_to_file()
@@ -201,7 +201,7 @@ class TinyGguf:
         return path
 
 
-def _add_entries(writer: GGUFWriter, entries: Mapping[str, Any]) -> None:
+def add_entries(writer: GGUFWriter, entries: Mapping[str, Any]) -> None:
     for key, value in entries.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)

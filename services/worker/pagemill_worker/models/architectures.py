@@ -32,20 +32,17 @@ SANDWICH = LayerNames(
 """A norm before and one behind."""
 
 
-def _base(
-    config: Json, *, activation: str = "hidden_act", tied: bool = False, theta: float = 10_000.0
-) -> DecoderConfig:
+def _base(config: Json, *, tied: bool = False, theta: float = 10_000.0) -> DecoderConfig:
     """A decoder whose layers are all alike, without biases.
 
     Args:
-        activation: the entry that names it.
         tied, theta: where config.json does not say; transformers leaves out what is its own default.
     """
     reader = ConfigReader(config)
-    named = reader.get(activation, "silu")
+    named = reader.get("hidden_act", "silu")
     if named not in ACTIVATIONS:
         raise ConfigurationError(
-            f"config.json: {activation} {named!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+            f"config.json: hidden_act {named!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
         )
     hidden_size, num_heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     num_kv_heads = reader.integer("num_key_value_heads", num_heads)
@@ -129,9 +126,8 @@ def _gemma(config: Json, theta: float = 10_000.0) -> DecoderConfig:
     reader = ConfigReader(config)
     if reader.flag("use_bidirectional_attention", False):
         raise ConfigurationError("config.json: use_bidirectional_attention is not supported: a server generates text")
-    # Gemma's first files called it hidden_act.
-    named = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
-    base = _base({"hidden_act": "gelu_pytorch_tanh", **config}, activation=named, tied=True, theta=theta)
+    activation = reader.get("hidden_activation", "gelu_pytorch_tanh")  # hidden_act, if there, is not looked at
+    base = _base({**config, "hidden_act": activation}, tied=True, theta=theta)
     bias = reader.flag("attention_bias", False)
     return replace(
         base,

@@ -24,7 +24,7 @@ def prepare_gguf(file: GgufFile, space: Workspace) -> None:
     tokens = len(file.metadata["tokenizer.ggml.tokens"])
     if tokens > config["vocab_size"]:
         raise ConfigurationError(f"{file.path} is damaged: {tokens} tokens, but {config['vocab_size']} embeddings")
-    tensors = [FloatTensor(entry.name, entry.source.shape, entry.source.rows(entry.order)) for entry in mapped]
+    tensors = [FloatTensor(entry.name, entry.source.shape, entry.rows()) for entry in mapped]
     size = sum(tensor.nbytes for tensor in tensors)
 
     space.reserve(size)

@@ -9,22 +9,31 @@ import numpy as np
 import numpy.typing as npt
 
 from pagemill_shared.errors import ConfigurationError
+from pagemill_worker.prepare.gguf_file import GgufFile
 from pagemill_worker.prepare.gguf_metadata import Metadata
 
+Factors = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 
 
-def rope_parameters(meta: Metadata, head_dim: int, factors: npt.NDArray[np.float32] | None) -> dict[str, Any]:
+def rope_factors(file: GgufFile, name: str) -> Factors | None:
+    """float32 [N]: the tensor ``name``, or None where the file has no such."""
+    tensor = file.tensors.get(name)
+    return None if tensor is None else np.concatenate(list(tensor.rows())).reshape(-1)
+
+
+def rope_parameters(meta: Metadata, head_dim: int, factors: Factors | None, theta: float = 10000.0) -> dict[str, Any]:
     """The value of ``rope_parameters`` in ``config.json``.
 
     Args:
         meta: the entries of the file's architecture.
-        factors: float32, [head_dim / 2]: what each frequency is divided by (the tensor ``rope_freqs.weight``).
+        factors: [head_dim / 2]: what each frequency is divided by (the tensor ``rope_freqs.weight``).
+        theta: base of the frequencies where the file names none.
 
     Raises:
         ConfigurationError: the file scales the embedding in a way that transformers' class does not.
     """
-    theta = meta.decimal("rope.freq_base", 10000.0)
+    theta = meta.decimal("rope.freq_base", theta)
     context = meta.integer("context_length", minimum=1)
     scaling = meta.text("rope.scaling.type", "none")
     if factors is not None and len(factors) != head_dim // 2:
@@ -46,6 +55,44 @@ def rope_parameters(meta: Metadata, head_dim: int, factors: npt.NDArray[np.float
             "beta_slow": meta.decimal("rope.scaling.yarn_beta_slow", 1.0),
         }
     raise ConfigurationError(f"{meta.path} scales its rotary embedding by `{scaling}`, which is not supported")
+
+
+def longrope_parameters(
+    meta: Metadata, turned: int, head_dim: int, short: Factors | None, long: Factors | None
+) -> dict[str, Any]:
+    """``rope_parameters`` and ``original_max_position_embeddings`` of a model with factors for short and for long
+    contexts, or of one without such.
+
+    Args:
+        turned: how many of ``head_dim`` elements of a head are turned.
+        short, long: [turned / 2].
+
+    Raises:
+        ConfigurationError: the factors do not fit, or one kind is missing.
+    """
+    context = meta.integer("context_length", minimum=1)
+    original = meta.integer("rope.scaling.original_context_length", context, minimum=1)
+    parameters: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": meta.decimal("rope.freq_base", 10000.0),
+        "partial_rotary_factor": turned / head_dim,
+    }
+    if short is not None or long is not None:
+        counts = [0 if factors is None else len(factors) for factors in (short, long)]
+        if short is None or long is None or counts != [turned // 2] * 2:
+            raise ConfigurationError(
+                f"{meta.path}: {counts[0]} rotary factors for short contexts and {counts[1]} for long ones, "
+                f"where {turned // 2} each are needed"
+            )
+        parameters |= {
+            "rope_type": "longrope",
+            "short_factor": short.tolist(),
+            "long_factor": long.tolist(),
+            "attention_factor": meta.decimal("rope.scaling.attn_factor", 1.0),
+        }
+    elif (scaling := meta.text("rope.scaling.type", "none")) != "none":
+        raise ConfigurationError(f"{meta.path} scales its rotary embedding by `{scaling}`, which is not supported")
+    return {"rope_parameters": parameters, "original_max_position_embeddings": original}
 
 
 def _factor_parameters(factors: Floats, theta: float, context: int) -> dict[str, Any]:
