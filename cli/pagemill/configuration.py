@@ -14,8 +14,10 @@ from pagemill.fields import SettingField, setting_fields
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.settings import (
     ENV_PREFIX,
+    ChatSettings,
     GatewaySettings,
     PrepareSettings,
+    RunBatchSettings,
     SchedulerSettings,
     ServeSettings,
     WorkerSettings,
@@ -26,6 +28,8 @@ ALL_SETTINGS: tuple[type[BaseSettings], ...] = (
     GatewaySettings,
     SchedulerSettings,
     WorkerSettings,
+    ChatSettings,
+    RunBatchSettings,
     PrepareSettings,
 )
 

@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings
 
 from pagemill_shared.settings import ENV_PREFIX
 
-GROUP_ORDER = ("Model", "HTTP", "Scheduling", "Execution and KV cache", "Processes", "Connections", "Logging")
+GROUP_ORDER = ("Model", "HTTP", "Client", "Scheduling", "Execution and KV cache", "Processes", "Connections", "Logging")
 POSITIONAL = "model"
 """The setting that commands take as an argument, not as a flag."""
 

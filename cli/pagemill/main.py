@@ -19,8 +19,10 @@ from pagemill.options import SettingsCommand
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.logs import configure_logging
 from pagemill_shared.settings import (
+    ChatSettings,
     GatewaySettings,
     PrepareSettings,
+    RunBatchSettings,
     SchedulerSettings,
     ServeSettings,
     WorkerSettings,
@@ -91,6 +93,26 @@ def _command() -> click.Group:
             SettingsCommand(name=name, settings=settings, run=_reading(settings, run), help=text, short_help=text)
         )
     group.add_command(
+        SettingsCommand(
+            name="chat",
+            settings=ChatSettings,
+            run=_reading(ChatSettings, _chat),
+            own=_CHAT_OWN,
+            help="Chat with the model of a running server; with MESSAGE, or a text piped in, for one answer only.",
+            short_help="Chat with the model of a running server.",
+        )
+    )
+    group.add_command(
+        SettingsCommand(
+            name="run-batch",
+            settings=RunBatchSettings,
+            run=_reading(RunBatchSettings, _run_batch),
+            own=_BATCH_OWN,
+            help="Have a running server answer the requests of FILE.jsonl, in OpenAI's batch format.",
+            short_help="Have a running server answer a file of requests.",
+        )
+    )
+    group.add_command(
         click.Command(
             "keys",
             params=[click.Argument(["folder"], type=click.Path(path_type=Path))],
@@ -102,8 +124,8 @@ def _command() -> click.Group:
     return group
 
 
-def _reading(cls: type[BaseSettings], run: Callable[[Any], int]) -> Callable[[dict[str, Any]], int]:
-    return lambda typed: run(read_settings(cls, typed))
+def _reading(cls: type[BaseSettings], run: Callable[..., int]) -> Callable[..., int]:
+    return lambda typed, **own: run(read_settings(cls, typed), **own)
 
 
 def _serve(settings: ServeSettings) -> int:
@@ -135,6 +157,37 @@ def _prepare(settings: PrepareSettings) -> int:
 
 def _show_progress(what: str, share: float | None) -> None:
     print(what if share is None else f"{share:4.0%}  {what}", flush=True)
+
+
+_CHAT_OWN = (
+    click.Argument(["message"], required=False, metavar="[MESSAGE]"),
+    click.Option(["--model"], help="name of the model; the server's first one by default"),
+    click.Option(["--system"], help="system text: how the model should behave"),
+    click.Option(["--temperature"], type=float, help="0 is greedy"),
+    click.Option(["--top-p"], type=float, help="share of the probability to sample from"),
+    click.Option(["--max-tokens"], type=int, help="longest answer in tokens"),
+    click.Option(["--seed"], type=int, help="equal seeds give equal answers"),
+)
+_BATCH_OWN = (
+    click.Argument(["file"], type=click.Path(path_type=Path), metavar="FILE.jsonl"),
+    click.Option(
+        ["--output"],
+        type=click.Path(path_type=Path),
+        help="file for the results; FILE.results.jsonl by default. Results that it holds are not asked for again",
+    ),
+)
+
+
+def _chat(settings: ChatSettings, message: str | None, model: str | None, **fields: Any) -> int:
+    chat = _load("pagemill.chat", "client").chat
+    given = {name: value for name, value in fields.items() if value is not None}
+    return int(chat(settings, message, model, given.pop("system", ""), given))
+
+
+def _run_batch(settings: RunBatchSettings, file: Path, output: Path | None) -> int:
+    return int(
+        _load("pagemill.batch", "client").run_batch(settings, file, output or file.with_suffix(".results.jsonl"))
+    )
 
 
 def _keys(folder: Path) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -13,13 +13,29 @@ from pagemill.fields import POSITIONAL, SettingField, setting_fields
 
 
 class SettingsCommand(click.Command):
-    """A command whose options are the settings of one class; the callback gets those that were typed, as text."""
+    """A command whose options are the settings of one class, and perhaps some that are no settings.
 
-    def __init__(self, *, settings: type[BaseSettings], run: Callable[[dict[str, Any]], int], **kwargs: Any) -> None:
+    Args:
+        run: gets the settings that were typed, as text by name, and the values of ``own`` by keyword.
+        own: parameters that only the command line has.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: type[BaseSettings],
+        run: Callable[..., int],
+        own: Sequence[click.Parameter] = (),
+        **kwargs: Any,
+    ) -> None:
         self._fields = setting_fields(settings)
+        self._own = own
+        names = {str(parameter.name) for parameter in own}
         super().__init__(
-            params=[_parameter(field) for field in self._fields],
-            callback=lambda **_: run(_typed(click.get_current_context())),
+            params=[*own, *(_parameter(field) for field in self._fields)],
+            callback=lambda **values: run(
+                _typed(click.get_current_context(), names), **{name: values[name] for name in names}
+            ),
             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
             epilog="Each setting can also be given as an environment variable: --log-level as PAGEMILL_LOG_LEVEL, "
             "MODEL as PAGEMILL_MODEL. The command line wins.",
@@ -27,6 +43,11 @@ class SettingsCommand(click.Command):
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [parameter for parameter in self._own if isinstance(parameter, click.Option)]
+        records = [record for option in options if (record := option.get_help_record(ctx)) is not None]
+        if records:
+            with formatter.section("Options"):
+                formatter.write_dl(records)
         for group, fields in groupby(self._fields, key=lambda field: field.group):
             with formatter.section(group):
                 formatter.write_dl([(_usage(field), _help(field)) for field in fields])
@@ -42,11 +63,11 @@ def _parameter(field: SettingField) -> click.Parameter:
     return click.Option([field.flag, field.name], type=str)
 
 
-def _typed(ctx: click.Context) -> dict[str, Any]:
+def _typed(ctx: click.Context, own: Collection[str]) -> dict[str, Any]:
     return {
         name: value
         for name, value in ctx.params.items()
-        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if name not in own and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     }
 
 

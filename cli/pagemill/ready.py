@@ -39,12 +39,13 @@ async def _status(host: str, port: int) -> int | None:
 
 
 def ready_lines(url: str, model: str, *, with_key: bool) -> str:
-    """What ``pagemill serve`` prints when it is ready: the URL, and a request to try."""
+    """What ``pagemill serve`` prints when it is ready: the URL, a request to try, and where to chat."""
     body = json.dumps(
         {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
     )
     key = ' -H "Authorization: Bearer $PAGEMILL_API_KEY"' if with_key else ""
     return (
         f"pagemill is ready: {model} at {url} (Ctrl-C stops it)\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n"
+        f"  chat at {url}/ in a browser, or with: pagemill chat --url {url}"
     )

@@ -8,8 +8,10 @@ from pydantic_settings import BaseSettings
 
 from pagemill.fields import GROUP_ORDER, POSITIONAL, SettingField, setting_fields
 from pagemill_shared.settings import (
+    ChatSettings,
     GatewaySettings,
     PrepareSettings,
+    RunBatchSettings,
     SchedulerSettings,
     ServeSettings,
     WorkerSettings,
@@ -21,6 +23,8 @@ COMMANDS: dict[str, type[BaseSettings]] = {
     "scheduler": SchedulerSettings,
     "worker": WorkerSettings,
     "prepare": PrepareSettings,
+    "chat": ChatSettings,
+    "run-batch": RunBatchSettings,
 }
 
 _HEAD = """\

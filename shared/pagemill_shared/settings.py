@@ -141,16 +141,47 @@ class FleetSettings(SettingsGroup):
     )
 
 
-class HttpSettings(SettingsGroup):
+class KeySettings(SettingsGroup):
+    """What the server asks for, and what a client of it brings."""
+
+    group: ClassVar[str] = "HTTP"
+
+    api_key: str | None = Field(
+        None, min_length=1, repr=False, description="key that clients must send as a bearer token"
+    )
+
+
+class ClientSettings(SettingsGroup):
+    """For commands that talk to a running server."""
+
+    group: ClassVar[str] = "Client"
+
+    url: str = Field(
+        "http://127.0.0.1:8000", pattern=r"^https?://.+", description="the server that the command talks to"
+    )
+
+
+class BatchSettings(SettingsGroup):
+    """How `pagemill run-batch` sends its requests."""
+
+    group: ClassVar[str] = "Client"
+
+    concurrency: int = Field(16, ge=1, le=4096, description="most requests that are open at once")
+    attempts: int = Field(
+        8,
+        ge=1,
+        le=1000,
+        description="how often a request is sent while the server says 429 or 503, or cannot be reached",
+    )
+
+
+class HttpSettings(KeySettings):
     """The HTTP side."""
 
     group: ClassVar[str] = "HTTP"
 
     host: str = Field("127.0.0.1", min_length=1, description="address that the HTTP server binds")
     port: int = Field(8000, ge=0, le=65535, description="port of the HTTP server; 0 takes a free one")
-    api_key: str | None = Field(
-        None, min_length=1, repr=False, description="key that clients must send as a bearer token"
-    )
     served_model_name: str | None = Field(None, min_length=1, description="model name that the API answers to")
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest request body in bytes")
     metrics_prefix: str = Field("pagemill", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="prefix of metric names")
@@ -272,6 +303,14 @@ class WorkerSettings(
     CommonSettings,
 ):
     """The worker's settings."""
+
+
+class ChatSettings(ClientSettings, KeySettings):
+    """The settings of ``pagemill chat``."""
+
+
+class RunBatchSettings(BatchSettings, ClientSettings, KeySettings):
+    """The settings of ``pagemill run-batch``."""
 
 
 class PrepareSettings(ModelSettings):

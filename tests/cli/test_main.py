@@ -17,7 +17,15 @@ from pagemill.configuration import ALL_SETTINGS
 from pagemill.fields import setting_fields
 from pagemill.main import main
 from pagemill_shared.errors import ConfigurationError
-from pagemill_shared.settings import GatewaySettings, SchedulerSettings, ServeSettings, WorkerSettings
+from pagemill_shared.settings import (
+    ChatSettings,
+    GatewaySettings,
+    PrepareSettings,
+    RunBatchSettings,
+    SchedulerSettings,
+    ServeSettings,
+    WorkerSettings,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +112,12 @@ def test_openmp_is_told_before_the_worker_is_loaded(app: SimpleNamespace, monkey
         (["scheduler", "--block-size", "16"], "pagemill scheduler: No such option '--block-size'."),
         (["serve", "--frontend", "ipc:///tmp/x"], "pagemill serve: No such option '--frontend'."),
         (["serve", "--workers", "0"], "pagemill serve: --workers: '0' is not allowed; allowed: whole number, 1 to 64"),
+        (["run-batch"], "pagemill run-batch: Missing argument 'FILE.jsonl'."),
+        (["run-batch", "no-such-file"], "pagemill run-batch: no-such-file: No such file or directory"),
+        (["run-batch", "x", "--concurrency", "0"], "pagemill run-batch: --concurrency: '0' is not allowed;"),
+        (["chat", "--url", "nonsense"], "pagemill chat: --url: 'nonsense' is not allowed; allowed: text, matching"),
+        (["chat", "hi", "--url", "http://127.0.0.1:9"], "pagemill chat: no server answers at http://127.0.0.1:9 ("),
+        (["chat", "--temperature", "hot"], "pagemill chat: Invalid value for '--temperature': 'hot' is not a"),
         (["keys"], "pagemill keys: Missing argument 'FOLDER'."),
         (["srve"], "pagemill: No such command 'srve'."),
         (["--no-such"], "pagemill: No such option '--no-such'."),
@@ -146,14 +160,16 @@ def test_the_version_is_the_installed_one(arguments: list[str], capsys: pytest.C
     assert capsys.readouterr().out == f"pagemill {version('pagemill')}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "gateway", "scheduler", "worker", "prepare"])
+@pytest.mark.parametrize("command", ["serve", "gateway", "scheduler", "worker", "prepare", "chat", "run-batch"])
 def test_help_names_every_setting_once_under_its_group(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     cls = {
         "serve": ServeSettings,
         "gateway": GatewaySettings,
         "scheduler": SchedulerSettings,
         "worker": WorkerSettings,
-        "prepare": ALL_SETTINGS[-1],
+        "prepare": PrepareSettings,
+        "chat": ChatSettings,
+        "run-batch": RunBatchSettings,
     }[command]
     assert main([command, "--help"]) == 0
     out = capsys.readouterr().out
@@ -168,7 +184,7 @@ def test_help_names_every_setting_once_under_its_group(command: str, capsys: pyt
 def test_help_of_the_whole_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for command in ("serve", "gateway", "scheduler", "worker", "prepare", "keys", "version"):
+    for command in ("serve", "gateway", "scheduler", "worker", "prepare", "chat", "run-batch", "keys", "version"):
         assert f"\n  {command} " in out
     assert main([]) == 2
 

@@ -57,7 +57,8 @@ def test_it_waits_while_nobody_listens() -> None:
 
 @pytest.mark.parametrize("with_key", [True, False])
 def test_the_example_is_a_command_that_a_shell_takes(with_key: bool) -> None:
-    headline, command = ready_lines("http://127.0.0.1:8000", "it's a model", with_key=with_key).splitlines()
+    headline, command, chat = ready_lines("http://127.0.0.1:8000", "it's a model", with_key=with_key).splitlines()
+    assert "http://127.0.0.1:8000/ " in chat
     assert "http://127.0.0.1:8000" in headline
     words = shlex.split(command)
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
