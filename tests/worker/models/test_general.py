@@ -108,6 +108,12 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {**SIZES, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
         "has attention sinks",
     ),
+    "scaling by the batch": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**SIZES, "head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "by the longest sequence of a batch",
+    ),
     "chunks": (
         "Llama4ForCausalLM",
         "Llama4TextConfig",
@@ -158,6 +164,14 @@ def test_weights_that_do_not_belong_are_refused(
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigurationError, match=message):
         make_runner(tmp_path)
+
+
+def test_masks_of_old_checkpoints_are_left_out(tmp_path: Path) -> None:
+    save(tiny(*MODELS["gpt2"]), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 9, 9, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert make_runner(tmp_path).model.cache.num_layers == 3
 
 
 def test_the_trial_notices_what_attention_does_not_carry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

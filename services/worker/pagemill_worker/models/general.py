@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -25,6 +26,8 @@ from pagemill_shared.errors import ConfigurationError
 from pagemill_worker.models.paged_attention import NAME, PagedAttention, UnsupportedError
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+BATCH_ROPES = ("dynamic", "longrope")
+"""Scalings of the rotary embedding that transformers chooses anew in each pass, for all its tokens."""
 TRIAL_CHUNKS = (19, 14, 1, 1, 1)
 """Tokens of each forward pass of the trial: prefill in chunks that end within blocks, then decode."""
 TRIAL_BLOCK = 16
@@ -64,7 +67,7 @@ class TransformersModel:
             self.vocab_size = expected.shape[1]
             output = self._compute(tokens[:1], torch.zeros_like(tokens[:1]))  # records the calls of attention
             self.cache = self._attention.description()
-            _check_layers(model, self._attention.windows())
+            _check_layers(model.config.get_text_config(), self._attention.windows())
             setattr(model, model.base_model_prefix, _Bypass(self._body, type(output)))
             self._check_trial(self._try(tokens, dtype, kernels), expected, dtype)
             for part in (self._body, model):
@@ -144,6 +147,7 @@ def load_general(
         ConfigurationError: its weights are not those that its configuration calls for.
     """
     kind = _model_class(config)
+    _check_dtypes(folder)
     was_shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -197,6 +201,18 @@ def _configuration(folder: Path) -> Any:
     return config
 
 
+def _check_dtypes(folder: Path) -> None:
+    """transformers would take quantised numbers without their scales for weights."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                dtype = file.get_slice(name).get_dtype()
+                if dtype.startswith(("F8", "F4", "I8", "U8")) and not name.endswith("bias"):  # a mask may be called so
+                    raise ConfigurationError(
+                        f"{folder}: tensor {name} is {dtype}; supported are float32, float16, bfloat16"
+                    )
+
+
 def _check_found(folder: Path, found: Mapping[str, Any]) -> None:
     """transformers would make up what is missing, and leave out what it does not know."""
     for kind, what in (
@@ -213,8 +229,11 @@ def _check_positions(body: nn.Module) -> None:
         raise UnsupportedError("takes no positions from outside")
 
 
-def _check_layers(model: PreTrainedModel, windows: list[int | None]) -> None:
-    config = model.config.get_text_config()
+def _check_layers(config: Any, windows: list[int | None]) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(entry for entry in rope.values() if isinstance(entry, dict))):
+        if parameters.get("rope_type") in BATCH_ROPES:
+            raise UnsupportedError(f"turns tokens ({parameters['rope_type']}) by the longest sequence of a batch")
     layers = getattr(config, "num_hidden_layers", len(windows))
     if len(windows) != layers:
         raise UnsupportedError(f"attends through the interface {len(windows)} times in {layers} layers")
