@@ -131,7 +131,9 @@ def serve(system: System, loads: Sequence[Workload], prompts: Prompts, seed: str
                 failed = group.subgroup(RequestError)
                 if failed is None:
                     raise
-                print(f"{system.name}, {load.name}, {load.concurrency} at once: {failed.exceptions[0]}", flush=True)
+                said = log.read_text(errors="replace").splitlines()[-15:]
+                what = f"{system.name}, {load.name}, {load.concurrency} at once: {failed.exceptions[0]}"
+                print("\n  | ".join([what, *said]), flush=True)
                 continue
             measured = figures(answers, load)
             yield row(system.name, system.weights, load, asdict(measured), running.peak_rss_mb(), running.ready_s)

@@ -71,7 +71,10 @@ async def run(url: str, load: Workload, prompts: Sequence[str], extra: dict[str,
 
         async def one_after_another() -> None:
             while waiting:
-                answers.append(await _request(session, load, waiting.pop(), extra))
+                try:
+                    answers.append(await _request(session, load, waiting.pop(), extra))
+                except aiohttp.ClientError as error:
+                    raise RequestError(f"the connection broke: {error}") from error
 
         async with asyncio.TaskGroup() as group:
             for _ in range(load.concurrency):

@@ -77,6 +77,8 @@ def transformers(python: str, model: Path, no_token: int) -> System:
 
     def command(port: int) -> list[str]:
         settings = ["--continuous-batching", "--device", "cpu", "--dtype", "float32", "--port", str(port)]
+        # It would take most of the machine's memory for its cache, and read all of it.
+        settings += ["--cb-block-size", "32", "--cb-num-blocks", str(SEATS * 640 // 32)]
         return [python, "-m", "transformers.cli.transformers", "serve", str(model), *settings, "--host", "127.0.0.1"]
 
     config = f'{{"eos_token_id": {no_token}, "pad_token_id": 0, "do_sample": false}}'
