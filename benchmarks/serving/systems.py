@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -118,11 +119,14 @@ class Running:
 def started(system: System, log: Path) -> Iterator[Running]:
     """Starts it, waits until it answers, and ends it with all its processes.
 
+    SIGTERM then ends this program as SIGINT does, so that no server outlives it.
+
     Raises:
         SystemExit: it ended before, or did not answer in time; with the end of what it printed.
     """
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
     begun = time.perf_counter()
     with log.open("ab") as out:
@@ -145,8 +149,6 @@ def started(system: System, log: Path) -> Iterator[Running]:
 
 
 def _answers(url: str, extra: dict[str, Any]) -> bool:
-    import json
-
     body = json.dumps({"prompt": "Hello", "max_tokens": 1, "temperature": 0.0, **extra}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     try:
