@@ -36,6 +36,8 @@ class AttentionBatch:
         block_tables: [R, W] int64 on the host; entries beyond ceil(context_len / block_size) are not looked at.
         slot_mapping: [T] int64 on the host, where each token's key and value go.
         num_decodes: how many leading rows have one token.
+        lines: None, or [R] int64 on the host, for sets of `ResidentKernels`: the tables stay on the cache's device, and
+            row ``r`` has line ``lines[r]`` of ``block_tables``, there [S, W] int32; ``slot_mapping`` is int32 there.
     """
 
     query_starts: Tensor
@@ -43,6 +45,7 @@ class AttentionBatch:
     block_tables: Tensor
     slot_mapping: Tensor
     num_decodes: int
+    lines: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +183,18 @@ class Kernels(ABC, Generic[Step]):
         Returns:
             Bytes copied.
         """
+
+
+class ResidentKernels(Kernels[Step]):
+    """A set that reads block tables which stay on the device (``AttentionBatch.lines``), and whose launches for rows of
+    one token can be made once and repeated with other contents, as CUDA graphs need it."""
+
+    @abstractmethod
+    def prepare_fixed(self, batch: AttentionBatch, cache: Tensor) -> Step:
+        """As `prepare`, for a batch of decode rows with ``lines``. What is launched with this step depends on the
+        number of rows alone; the contents are ``batch``'s until ``refill``."""
+
+    @abstractmethod
+    def refill(self, step: Step, batch: AttentionBatch) -> None:
+        """Gives a fixed step the lines and lengths of another batch, with as many rows and the same tensors of tables
+        and slots."""

@@ -8,13 +8,13 @@ queries, so that no score or mask tensor grows with the square of the prompt.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagemill_kernels.interface import PADDING_BLOCK, AttentionBatch, AttentionSpec, Kernels
+from pagemill_kernels.interface import PADDING_BLOCK, AttentionBatch, AttentionSpec, ResidentKernels
 
 GATHER_BYTES = 8 * 1024 * 1024
 """Most bytes of keys and values that a group of decode rows gathers at once: small enough for a last-level cache."""
@@ -71,16 +71,17 @@ class TorchStep:
     """What TorchKernels prepares for an iteration.
 
     Attributes:
-        write_rows: [T, 2] int64 rows of layer 0 for keys and values in the cache seen as rows of one slot each.
+        write_rows: [T, 2] int64 rows of layer 0 for keys and values in the cache seen as rows of one slot each; None
+            where they are to be had from the batch's slots only when they are used.
         plans: decode groups and chunks by window; layers with equal windows share them.
     """
 
     batch: AttentionBatch
-    write_rows: Tensor
+    write_rows: Tensor | None
     plans: dict[int | None, tuple[list[DecodeGroup], list[Chunk]]] = field(default_factory=dict)
 
 
-class TorchKernels(Kernels[TorchStep]):
+class TorchKernels(ResidentKernels[TorchStep]):
     """Plain torch, on any device and in any floating dtype."""
 
     name = "torch"
@@ -90,10 +91,15 @@ class TorchKernels(Kernels[TorchStep]):
         self._workspace = torch.empty(0)
 
     def prepare(self, batch: AttentionBatch, cache: Tensor) -> TorchStep:
-        _, num_layers, _, block_size, _, _ = cache.shape
-        block = batch.slot_mapping // block_size
-        key_rows = block * (num_layers * 2 * block_size) + batch.slot_mapping % block_size
-        return TorchStep(batch, torch.stack((key_rows, key_rows + block_size), 1).to(cache.device))
+        rows = _write_rows(batch.slot_mapping, cache).to(cache.device)
+        return TorchStep(batch if batch.lines is None else _read_back(batch), rows)
+
+    def prepare_fixed(self, batch: AttentionBatch, cache: Tensor) -> TorchStep:
+        return TorchStep(_read_back(batch), None)
+
+    def refill(self, step: TorchStep, batch: AttentionBatch) -> None:
+        step.batch = _read_back(batch)
+        step.plans.clear()
 
     # ------------------------------------------------------------ write
 
@@ -114,7 +120,10 @@ class TorchKernels(Kernels[TorchStep]):
             swapped = torch.roll(pair, width // 2, -1)
             pair.mul_(cosines).addcmul_(swapped, sines)
         slots = cache.view(num_blocks * num_layers * 2 * block_size, num_kv_heads, head_dim)
-        rows = step.write_rows + layer * 2 * block_size
+        first = step.write_rows
+        if first is None:
+            first = _write_rows(step.batch.slot_mapping, cache)
+        rows = first + layer * 2 * block_size
         new = qkv[:, -2 * num_kv_heads :].view(-1, 2, num_kv_heads, head_dim)
         slots.index_put_((rows,), new if new.dtype == slots.dtype else new.to(slots.dtype))
 
@@ -212,6 +221,20 @@ class TorchKernels(Kernels[TorchStep]):
             slab = flat_source.index_select(0, taken[begin : begin + per_slab])
             flat_destination.index_copy_(0, put[begin : begin + per_slab], slab.to(destination.device))
         return count * block_bytes
+
+
+def _read_back(batch: AttentionBatch) -> AttentionBatch:
+    """The batch with the tables of its rows on the host: this set plans there."""
+    assert batch.lines is not None
+    tables = batch.block_tables[batch.lines.to(batch.block_tables.device)]
+    return replace(batch, block_tables=tables.cpu().to(torch.int64))
+
+
+def _write_rows(slots: Tensor, cache: Tensor) -> Tensor:
+    """As in TorchStep, on the device of ``slots``."""
+    _, num_layers, _, block_size, _, _ = cache.shape
+    key_rows = slots.to(torch.int64) // block_size * (num_layers * 2 * block_size) + slots % block_size
+    return torch.stack((key_rows, key_rows + block_size), 1)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:

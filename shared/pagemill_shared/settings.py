@@ -254,6 +254,7 @@ class ExecutionSettings(SettingsGroup):
         description="blocks of host memory for preempted requests; 0 switches swapping off; a quarter of the device "
         "blocks by default",
     )
+    cuda_graphs: bool = Field(True, description="on a GPU, record decode steps at start and repeat them as CUDA graphs")
     num_threads: int | None = Field(
         None, ge=1, le=4096, description="CPU threads of the forward pass; measured at start by default"
     )

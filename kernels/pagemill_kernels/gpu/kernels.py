@@ -5,6 +5,7 @@ Nothing here waits for the device: the arrays of an iteration go up from page-lo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from pagemill_kernels.gpu import attention, blocks, write
 from pagemill_kernels.gpu.tiles import Tile, chunk_tile, decode_tile, power_of_two
-from pagemill_kernels.gpu.work import NO_REDUCTION, Packed, Rows, Work, plan_work
-from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels
+from pagemill_kernels.gpu.work import NO_REDUCTION, Packed, Rows, Work, most_items, padded, plan_work
+from pagemill_kernels.interface import AttentionBatch, AttentionSpec, ResidentKernels
 from pagemill_kernels.reference import TorchKernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -32,11 +33,13 @@ class Launch:
     """One launch of the attention kernel and, where ranges were split, of its reduction.
 
     Attributes:
+        uploaded: both of the next, as they came up.
         items, reductions: on the device; see `Work`.
         partial, partial_lse: [P, KV, rows, D] and [P, KV, rows] float32; all layers use them one after another.
     """
 
     tile: Tile
+    uploaded: Tensor
     items: Tensor
     reductions: Tensor
     most_tokens: int
@@ -50,17 +53,19 @@ class TritonStep:
 
     Attributes:
         slots: [T] int32 on the device.
-        tables: [R, W] int32 on the device.
+        tables: [R, W] int32 on the device, or [S, W] where the batch has lines.
+        cache: of a fixed step, whose launches have room for every batch of as many decode rows; else None.
         launches: by window and query heads per key/value head; layers that have both in common share them.
     """
 
     batch: AttentionBatch
     slots: Tensor
     tables: Tensor
+    cache: Tensor | None = None
     launches: dict[tuple[int | None, int], list[Launch]] = field(default_factory=dict)
 
 
-class TritonKernels(Kernels[TritonStep]):
+class TritonKernels(ResidentKernels[TritonStep]):
     """Triton, on NVIDIA GPUs of compute capability 8.0 and above; float16, bfloat16 and float32.
 
     Args:
@@ -84,10 +89,25 @@ class TritonKernels(Kernels[TritonStep]):
     def prepare(self, batch: AttentionBatch, cache: Tensor) -> TritonStep:
         if cache.shape[0] * cache.shape[3] >= 2**31:
             raise ValueError(f"a cache of {cache.shape[0]} blocks of {cache.shape[3]} slots has more than 2^31 slots")
+        if batch.lines is not None:
+            return TritonStep(batch, batch.slot_mapping, batch.block_tables)
         tokens, (rows, width) = batch.slot_mapping.numel(), batch.block_tables.shape
         both = torch.cat((batch.slot_mapping, batch.block_tables.reshape(-1))).to(torch.int32)
         uploaded = _upload(both, cache.device)
         return TritonStep(batch, uploaded[:tokens], uploaded[tokens:].view(rows, width))
+
+    def prepare_fixed(self, batch: AttentionBatch, cache: Tensor) -> TritonStep:
+        step = self.prepare(batch, cache)
+        step.cache = cache
+        return step
+
+    def refill(self, step: TritonStep, batch: AttentionBatch) -> None:
+        assert step.cache is not None
+        step.batch = batch
+        for (window, group), launches in step.launches.items():
+            [launch] = launches
+            work = self._padded_work(batch, launch.tile, step.cache, window, group)
+            launch.uploaded.copy_(_pinned(torch.from_numpy(_joined(work)), launch.uploaded.device), non_blocking=True)
 
     # ------------------------------------------------------------ write
 
@@ -135,7 +155,8 @@ class TritonKernels(Kernels[TritonStep]):
         group = num_heads // num_kv_heads
         key = (spec.window, group)
         if key not in step.launches:
-            step.launches[key] = self._plan(step.batch, cache, spec.window, group)
+            plan = self._plan_fixed if step.cache is not None else self._plan
+            step.launches[key] = plan(step.batch, cache, spec.window, group)
         out = query.new_empty(tokens, num_heads * head_dim)
         for launch in step.launches[key]:
             attention.attend[(launch.items.shape[0] * num_kv_heads,)](
@@ -186,24 +207,14 @@ class TritonKernels(Kernels[TritonStep]):
 
     def _plan(self, batch: AttentionBatch, cache: Tensor, window: int | None, group: int) -> list[Launch]:
         """Decode rows and chunks apart: they want tiles of very different height."""
-        if cache.dtype not in DTYPES:
-            raise ValueError(f"a cache of {cache.dtype} is not supported; supported are {DTYPES}")
-        _, _, _, block_size, num_kv_heads, head_dim = cache.shape
+        num_kv_heads, head_dim = cache.shape[4:]
         starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()
-        index = np.arange(contexts.size)
+        index = np.arange(contexts.size) if batch.lines is None else batch.lines.numpy()
         launches = []
         for part, choose in ((slice(batch.num_decodes), decode_tile), (slice(batch.num_decodes, None), chunk_tile)):
             rows = Rows(index[part], starts[:-1][part], np.diff(starts)[part], contexts[part])
-            tile = choose(group, head_dim, cache.itemsize)
-            work = plan_work(
-                rows,
-                window=window,
-                group=group,
-                num_kv_heads=num_kv_heads,
-                block_size=block_size,
-                tile=tile,
-                num_processors=self._num_processors,
-            )
+            tile = self._tile(choose, group, cache)
+            work = self._work(rows, tile, cache, window, group)
             if not work.items.size:
                 continue
             if not work.reductions.size and (tile, group, cache.dtype) not in self._reduced:
@@ -212,6 +223,37 @@ class TritonKernels(Kernels[TritonStep]):
             self._reduced.add((tile, group, cache.dtype))
             launches.append(_launch(work, tile, num_kv_heads, head_dim, cache.device))
         return launches
+
+    def _plan_fixed(self, batch: AttentionBatch, cache: Tensor, window: int | None, group: int) -> list[Launch]:
+        """One launch, with the most items and partial results that as many decode rows can take."""
+        num_kv_heads, head_dim = cache.shape[4:]
+        tile = self._tile(decode_tile, group, cache)
+        work = self._padded_work(batch, tile, cache, window, group)
+        return [_launch(work, tile, num_kv_heads, head_dim, cache.device)]
+
+    def _padded_work(self, batch: AttentionBatch, tile: Tile, cache: Tensor, window: int | None, group: int) -> Work:
+        assert batch.lines is not None
+        contexts = batch.context_lens.numpy()
+        rows = Rows(batch.lines.numpy(), np.arange(contexts.size), np.ones_like(contexts), contexts)
+        work = self._work(rows, tile, cache, window, group)
+        return padded(work, most_items(contexts.size, cache.shape[4], self._num_processors), contexts.size)
+
+    def _work(self, rows: Rows, tile: Tile, cache: Tensor, window: int | None, group: int) -> Work:
+        return plan_work(
+            rows,
+            window=window,
+            group=group,
+            num_kv_heads=cache.shape[4],
+            block_size=cache.shape[3],
+            tile=tile,
+            num_processors=self._num_processors,
+        )
+
+    @staticmethod
+    def _tile(choose: Callable[[int, int, int], Tile], group: int, cache: Tensor) -> Tile:
+        if cache.dtype not in DTYPES:
+            raise ValueError(f"a cache of {cache.dtype} is not supported; supported are {DTYPES}")
+        return choose(group, cache.shape[5], cache.itemsize)
 
     # ------------------------------------------------------------ blocks
 
@@ -248,6 +290,7 @@ def _launch(work: Work, tile: Tile, num_kv_heads: int, head_dim: int, device: to
     partials = (max(1, work.num_partials), num_kv_heads, tile.rows)
     return Launch(
         tile=tile,
+        uploaded=uploaded,
         items=uploaded[:items].view(-1, work.items.shape[1]),
         reductions=uploaded[items : items + reductions].view(-1, work.reductions.shape[1]),
         most_tokens=work.most_tokens,
@@ -263,9 +306,11 @@ def _joined(work: Work) -> Packed:
 def _upload(numbers: Tensor, device: torch.device) -> Tensor:
     """``numbers`` on the device, in order with its stream and without waiting. torch keeps the page-locked copy until
     the transfer is over."""
-    if device.type == "cpu":
-        return numbers
-    return numbers.pin_memory().to(device, non_blocking=True)
+    return _pinned(numbers, device).to(device, non_blocking=True)
+
+
+def _pinned(numbers: Tensor, device: torch.device) -> Tensor:
+    return numbers if device.type == "cpu" else numbers.pin_memory()
 
 
 def _words(pool: Tensor) -> Tensor:

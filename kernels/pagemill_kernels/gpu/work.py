@@ -114,5 +114,31 @@ def plan_work(
     return Work(items, reductions, int(is_partial.sum()), most)
 
 
+def most_items(decodes: int, num_kv_heads: int, num_processors: int) -> int:
+    """Most items that ``decodes`` rows of one token can be cut into, whatever their lengths: a row has at most one part
+    and its share of the parts that fill the processors (see `part_length`)."""
+    return decodes + -(-PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads)
+
+
+def padded(work: Work, items: int, reductions: int) -> Work:
+    """Work that does the same with ``items`` items and ``reductions`` reductions, and has room for as many partial
+    results as items. What is added does nothing: it has no queries and no keys.
+
+    Raises:
+        ValueError: the work has more already.
+    """
+    if work.items.shape[0] > items or work.reductions.shape[0] > reductions or work.most_tokens > 1:
+        raise ValueError(f"{work.items.shape[0]} items and {work.reductions.shape[0]} reductions do not fit")
+    more_items = np.zeros((items - work.items.shape[0], ITEM_FIELDS), np.int32)
+    more_items[:, ITEM_FIELDS - 2] = -1
+    more_reductions = np.zeros((reductions - work.reductions.shape[0], REDUCTION_FIELDS), np.int32)
+    return Work(
+        np.concatenate((work.items, more_items)),
+        np.concatenate((work.reductions, more_reductions)),
+        num_partials=items,
+        most_tokens=1,
+    )
+
+
 def _round_up(values: Numbers, multiple: int) -> Numbers:
     return -(-values // multiple) * multiple

@@ -23,6 +23,8 @@ class Batch:
 
     Attributes:
         token_ids, positions: [T].
+        slot_of: [T] slot of each token.
+        row_slots: slot of each row, whether it samples or not.
         attention: what the kernels need.
         sampled_tokens: [R] which of the T tokens the sampling rows end with.
         sampled_slots: [R] slots that sample.
@@ -33,6 +35,8 @@ class Batch:
 
     token_ids: Indices
     positions: Indices
+    slot_of: Indices
+    row_slots: Indices
     attention: AttentionBatch
     sampled_tokens: Indices
     sampled_slots: Indices
@@ -83,6 +87,8 @@ def build_batch(plan: IterationPlan, rows: Rows, block_size: int, max_model_len:
     return Batch(
         token_ids=token_ids,
         positions=positions,
+        slot_of=token_slots,
+        row_slots=slots,
         attention=attention,
         sampled_tokens=query_starts[sampling + 1] - 1,
         sampled_slots=slots[sampling],

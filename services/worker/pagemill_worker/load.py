@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from pagemill_kernels.interface import Kernels
+from pagemill_kernels.interface import Kernels, ResidentKernels
+from pagemill_kernels.reference import TorchKernels
 from pagemill_kernels.select import select_kernels
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.manifest import ModelManifest, read_manifest
@@ -19,10 +20,14 @@ from pagemill_shared.messages import WorkerHello
 from pagemill_shared.settings import WorkerSettings
 from pagemill_worker import measure, memory, threads
 from pagemill_worker.cache import KVCache, block_bytes
+from pagemill_worker.forward import Forward, HostForward, ResidentForward
 from pagemill_worker.grammar_compiler import GrammarCompiler
+from pagemill_worker.graphs import CudaRecorder
 from pagemill_worker.models.config import read_config
+from pagemill_worker.models.decoder import DecoderModel
 from pagemill_worker.models.registry import Model, load_model
 from pagemill_worker.models.weights import weights_bytes
+from pagemill_worker.moves import CudaLanes, OneLane
 from pagemill_worker.prepare import Report, prepare_model
 from pagemill_worker.runner import Runner
 
@@ -53,7 +58,9 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
     model = _model(settings, folder, config, manifest.name, max_model_len, dtype, device, kernels)
     cache = _cache(settings, model, dtype, device, report)
     grammars = GrammarCompiler(folder, model.vocab_size, manifest.eos_token_ids)
-    runner = Runner(model, cache, kernels, max_model_len, device, grammars)
+    forward = _forward(settings, model, cache, kernels, device, max_model_len)
+    lanes = CudaLanes(device) if device.type == "cuda" else OneLane()
+    runner = Runner(model, cache, kernels, max_model_len, device, grammars, forward=forward, lanes=lanes)
     measure.decode_seconds(runner, 1)  # warms up
     runner.threads = _threads(settings.num_threads, runner, device, report)
     prefill = measure.prefill_rate(runner)
@@ -107,6 +114,22 @@ def _model(
         if "DefaultCPUAllocator" in str(error):  # torch's own way to run out of memory on a CPU
             raise too_large from None
         raise
+
+
+def _forward(
+    settings: WorkerSettings,
+    model: Model,
+    cache: KVCache,
+    kernels: Kernels[Any],
+    device: torch.device,
+    max_model_len: int,
+) -> Forward:
+    """Rows that stand on the device where its kernels read them there. Steps are recorded for models of our own code:
+    transformers' may look at numbers on the way."""
+    if device.type != "cuda" or not isinstance(kernels, ResidentKernels) or isinstance(kernels, TorchKernels):
+        return HostForward(model, cache, kernels, device)
+    record = CudaRecorder(device) if settings.cuda_graphs and isinstance(model, DecoderModel) else None
+    return ResidentForward(model, cache, kernels, device, max_model_len, record)
 
 
 def _device(name: str) -> torch.device:

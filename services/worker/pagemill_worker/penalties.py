@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagemill_shared.schema import Int32Array
+from pagemill_worker.transfer import upload
 
 
 class PenaltyCounts:
@@ -36,8 +37,7 @@ class PenaltyCounts:
         counts = np.bincount(outputs, minlength=vocab_size).astype(np.int32)
         seen = counts > 0
         seen[prompt] = True
-        self.output_counts[line] = torch.from_numpy(counts)
-        self.seen[line] = torch.from_numpy(seen)
+        self.output_counts[line], self.seen[line] = upload([counts, seen], self.seen.device)
 
     def fork(self, parent: int, child: int) -> None:
         if parent in self._line_of:
@@ -52,7 +52,7 @@ class PenaltyCounts:
 
     def lines(self, slots: Sequence[int]) -> Tensor:
         """[K] indices of the counts of ``slots``, which all are penalised."""
-        return torch.tensor([self._line_of[slot] for slot in slots], device=self.output_counts.device)
+        return upload([np.array([self._line_of[slot] for slot in slots], np.int64)], self.seen.device)[0]
 
     def count(self, slots: npt.NDArray[np.int64], tokens: Int32Array) -> None:
         """Counts one more token for each of ``slots`` that is penalised; a slot stands there once."""
@@ -60,7 +60,7 @@ class PenaltyCounts:
             return
         hits = [(self._line_of[s], t) for s, t in zip(slots.tolist(), tokens.tolist(), strict=True) if s in self]
         if hits:
-            lines, ids = torch.tensor(hits, device=self.output_counts.device).unbind(1)
+            lines, ids = upload([np.array(hits, np.int64)], self.seen.device)[0].unbind(1)
             self.output_counts[lines, ids] += 1
             self.seen[lines, ids] = True
 

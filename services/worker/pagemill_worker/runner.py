@@ -22,13 +22,16 @@ from pagemill_shared.messages import (
 from pagemill_shared.schema import Int32Array
 from pagemill_worker.batch import Batch, build_batch
 from pagemill_worker.cache import KVCache
+from pagemill_worker.forward import Forward, HostForward
 from pagemill_worker.grammar_compiler import GrammarCompiler
 from pagemill_worker.grammar_rows import Announce, GrammarRows
 from pagemill_worker.models.registry import Model
+from pagemill_worker.moves import BlockMoves, Lanes, OneLane
 from pagemill_worker.prompt_reports import prompt_reports
 from pagemill_worker.rows import Rows
-from pagemill_worker.sampler import Sampled, sample
+from pagemill_worker.sampler import Sampled, draw
 from pagemill_worker.threads import ThreadPolicy
+from pagemill_worker.transfer import upload
 
 NON_FINITE = "non_finite_logits"
 _NON_FINITE_FAULT = (NON_FINITE, "the model's logits are not finite numbers")
@@ -43,6 +46,8 @@ class Runner:
 
     Args:
         clock: seconds of any monotonic clock, for the timings in results.
+        forward: how iterations are computed; with arrays from the host by default.
+        lanes: where block operations run; in order with everything else by default.
     """
 
     def __init__(
@@ -54,6 +59,9 @@ class Runner:
         device: torch.device,
         grammars: GrammarCompiler,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        forward: Forward | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         self.model, self.cache, self.kernels = model, cache, kernels
         self.announce: Announce = lambda _message: None  # nobody waits for grammars before a shell does
@@ -62,13 +70,18 @@ class Runner:
         self._grammars = grammars
         self._clock = clock
         self.threads = ThreadPolicy(torch.get_num_threads(), torch.get_num_threads())
+        self._forward = forward or HostForward(model, cache, kernels, device)
+        self._moves = BlockMoves(cache, kernels, lanes or OneLane())
         self._rows: Rows | None = None
 
+    @torch.inference_mode()
     def begin(self, welcome: WorkerWelcome) -> None:
         """Begins an epoch: forgets every sequence. What the blocks hold means nothing any more."""
         seats, vocab_size = welcome.max_num_seqs, self.model.vocab_size
         grammars = GrammarRows(seats, vocab_size, self._grammars, self.announce)
         self._rows = Rows(seats, self.cache.num_blocks, vocab_size, self._device, grammars)
+        self._moves.begin()
+        self._forward.begin(seats)
 
     def synchronize(self) -> None:
         """Waits until the device has done all that was asked of it."""
@@ -91,14 +104,11 @@ class Runner:
         rows.apply(plan)
         self._check_pairs(plan)
         batch = build_batch(plan, rows, self.cache.block_size, self.max_model_len)
-        if plan.swap_out.size:
-            self.cache.swap_out(self.kernels, plan.swap_out)
-        if plan.swap_in.size:
-            self.cache.swap_in(self.kernels, plan.swap_in)
-        if plan.block_copies.size:
-            self.cache.copy(self.kernels, plan.block_copies)
+        self._moves.carry_out(plan)
         copied = self._clock()
-        hidden = None if batch is None else self._forward(batch)
+        if batch is not None and self._device.type == "cpu":
+            torch.set_num_threads(self.threads.of(batch.token_ids.size))
+        hidden = self._forward.run(plan, batch, rows)
         logits = None if batch is None or hidden is None else self._logits(batch, hidden)
         computed = self._clock()
         reports, faults = self._report(batch, hidden, rows)
@@ -117,21 +127,12 @@ class Runner:
             sample_us=_micros(ended - computed),
         )
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        """[T, hidden_size] what the model makes of the batch's tokens."""
-        if self._device.type == "cpu":
-            torch.set_num_threads(self.threads.of(batch.token_ids.size))
-        step = self.kernels.prepare(batch.attention, self.cache.pool)
-        token_ids = torch.from_numpy(batch.token_ids).to(self._device)
-        positions = torch.from_numpy(batch.positions).to(self._device)
-        return self.model.forward(token_ids, positions, self.cache.pool, self.kernels, step)
-
     def _logits(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor | None:
         """[R, vocab_size] logits of the rows that sample, or None without such."""
         if not batch.sampled_tokens.size:
             return None
         if batch.sampled_tokens.size < batch.token_ids.size:
-            hidden = hidden[torch.from_numpy(batch.sampled_tokens).to(self._device)]
+            hidden = hidden[upload([batch.sampled_tokens], self._device)[0]]
         return self.model.logits(hidden)
 
     def _report(
@@ -150,7 +151,7 @@ class Runner:
             return Sampled(np.zeros(0, np.int32), TokenLogprobs(), TokenLogprobs()), ()
         slots, owners = batch.sampled_slots, batch.token_slots
         if rows.faulty[slots].any():  # stays faulty: it computes with a token that was never drawn
-            logits[torch.from_numpy(rows.faulty[slots]).to(self._device)] = torch.nan
+            logits.index_fill_(0, upload([np.flatnonzero(rows.faulty[slots])], self._device)[0], torch.nan)
         selection = rows.sampling.select(
             slots,
             outputs=rows.lengths[slots] - rows.prompt_lengths[slots],
@@ -158,7 +159,9 @@ class Runner:
             sequences=rows.sequences[owners],
             positions=rows.lengths[owners],
         )
-        sampled = sample(logits, selection, rows.sampling)
+        drawn = draw(logits, selection, rows.sampling)
+        self._forward.append(drawn.tokens)
+        sampled = drawn.read()
         rows.record(owners, sampled.token_ids)
         failed = owners[sampled.token_ids < 0]
         grammars = rows.sampling.grammars

@@ -15,6 +15,7 @@ Tokens that tie with the last one that top_k or top_p keeps are kept, too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,10 @@ from pagemill_shared.messages import TokenLogprobs
 from pagemill_shared.sampling import uniforms
 from pagemill_shared.schema import Int32Array
 from pagemill_worker.sampling_rows import Indices, SampleBatch, SamplingRows
+from pagemill_worker.transfer import download, upload
 
+HOST = "cpu"
+"""The device whose numbers can be looked at without waiting; there, what depends on few numbers looks for them."""
 SLAB_ELEMENTS = 1 << 22
 """Most probabilities that are held at once."""
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int64).ravel()
@@ -43,17 +47,65 @@ class Sampled:
     candidates: TokenLogprobs
 
 
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Tokens with log-probabilities beside the drawn ones: K rows, up to C in each.
+
+    Attributes:
+        drawn: [K] which of the N drawn tokens each belongs to.
+        counts: [K] how many of the C count.
+        ranks, token_ids, values: [K], [K, C] and [K, C], on the device of the logits.
+    """
+
+    drawn: Indices
+    counts: Indices
+    ranks: Tensor
+    token_ids: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a pass has drawn, before anybody waits for it.
+
+    Attributes:
+        tokens: [N] int64 on the device of the logits, -1 where a row was not finite.
+    """
+
+    tokens: Tensor
+    logprobs: Reported | None = None
+    candidates: Reported | None = None
+
+    def read(self) -> Sampled:
+        """All of it on the host, in one transfer."""
+        reported = [each for each in (self.logprobs, self.candidates) if each is not None]
+        tensors = [tensor for each in reported for tensor in (each.ranks, each.token_ids, each.values)]
+        tokens, *arrays = download([self.tokens, *tensors])
+        read = [_read(each, tokens, *arrays[3 * i : 3 * i + 3]) for i, each in enumerate(reported)]
+        return Sampled(
+            tokens.astype(np.int32),
+            read.pop(0) if self.logprobs is not None else TokenLogprobs(),
+            read.pop(0) if self.candidates is not None else TokenLogprobs(),
+        )
+
+
 def sample(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Sampled:
-    """Draws the tokens of ``batch``.
+    """Draws the tokens of ``batch`` and waits for them; see `draw`."""
+    return draw(logits, batch, rows).read()
+
+
+def draw(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Drawn:
+    """Draws the tokens of ``batch``. Nothing here waits for the device.
 
     Args:
         logits: [R, vocab_size] float32; may be overwritten.
     """
     best, chosen = logits.max(-1)  # NaN wins
     finite = torch.isfinite(best)
+    is_one_each = batch.row_of.size == batch.slots.size
     if batch.plain:
-        tokens = torch.where(finite, chosen, -1).cpu().numpy().astype(np.int32)
-        return Sampled(tokens[batch.row_of], TokenLogprobs(), TokenLogprobs())
+        tokens = torch.where(finite, chosen, -1)
+        return Drawn(tokens if is_one_each else tokens[_up(batch.row_of, logits)])
 
     reported = bool((batch.logprobs >= 0).any())
     edited = logits
@@ -62,60 +114,74 @@ def sample(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Sampled:
         edited = _edit(logits.clone() if reported else logits, batch, rows)
         best, chosen = edited.max(-1)
         finite &= torch.isfinite(best)
-    per_token = chosen[torch.from_numpy(batch.row_of).to(chosen.device)]
+    if not is_one_each:
+        row_of = _up(batch.row_of, logits)
+        chosen, finite = chosen[row_of], finite[row_of]
     if batch.random.size:
-        _draw(edited, best, per_token, batch, rows)
-    finite_rows = finite.cpu().numpy()
-    tokens = np.where(finite_rows[batch.row_of], per_token.cpu().numpy(), -1).astype(np.int32)
-    return Sampled(
+        _draw(edited, best, chosen, batch, rows)
+    tokens = torch.where(finite, chosen, -1)
+    return Drawn(
         tokens,
-        _logprobs(logits, tokens, batch) if reported else TokenLogprobs(),
-        _candidates(edited, finite_rows, batch) if batch.beams.size else TokenLogprobs(),
+        _logprobs(logits, tokens, batch) if reported else None,
+        _candidates(edited, batch) if batch.beams.size else None,
     )
+
+
+def _up(array: npt.NDArray[Any], like: Tensor) -> Tensor:
+    return upload([array], like.device)[0]
 
 
 def _edit(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Tensor:
     """Makes log-probabilities of the logits of beams, then applies bias, penalties, bans and grammars; in place."""
-    device = logits.device
-
-    def on_device(array: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
+    edits, device = batch.edits, logits.device
     if batch.beams.size:
-        index = on_device(batch.beams)
-        logits[index] = _rows_of(logits, index).log_softmax(-1)
-    edits = batch.edits
+        index = _up(batch.beams, logits)
+        logits.index_copy_(0, index, _rows_of(logits, index).log_softmax(-1))
     if edits.bias_ids.size:
-        where = (on_device(edits.bias_rows), on_device(edits.bias_ids))
-        logits.index_put_(where, on_device(edits.bias_values), accumulate=True)
+        lines, ids, values = upload([edits.bias_rows, edits.bias_ids, edits.bias_values], device)
+        logits.index_put_((lines, ids), values, accumulate=True)
     if batch.penalised.size:
-        slots = batch.slots[batch.penalised]
-        lines = rows.counts.lines(slots.tolist())
-        # Few of the vocabulary's tokens have been seen, and no others change.
-        which, ids = rows.counts.seen[lines].nonzero().unbind(1)
-        where = (on_device(batch.penalised)[which], ids)
-        counts = rows.counts.output_counts[lines[which], ids]
-        repetition, presence, frequency = (
-            on_device(array[slots])[which]
-            for array in (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty)
-        )
-        values = logits[where]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        logits[where] = values - frequency * counts - presence * (counts > 0)
+        _penalise(logits, batch, rows)
     if edits.ban_ids.size:
-        logits[on_device(edits.ban_rows), on_device(edits.ban_ids)] = -torch.inf
+        lines, ids = upload([edits.ban_rows, edits.ban_ids], device)
+        logits.index_put_((lines, ids), logits.new_full((), -torch.inf))
     if batch.constrained.size:
-        index = on_device(batch.constrained)
-        allowed = _allowed(batch.masks, logits.shape[1], device)
-        logits[index] = torch.where(allowed, _rows_of(logits, index), -torch.inf)
+        index, bits, masks = upload([batch.constrained, _BITS, batch.masks], device)
+        allowed = _allowed(bits, masks, logits.shape[1])
+        logits.index_copy_(0, index, torch.where(allowed, _rows_of(logits, index), -torch.inf))
     return logits
 
 
-def _allowed(masks: npt.NDArray[np.uint8], vocab_size: int, device: torch.device) -> Tensor:
+def _penalise(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> None:
+    """Repetition, then frequency and presence penalties."""
+    slots = batch.slots[batch.penalised]
+    lines = rows.counts.lines(slots.tolist())
+    penalties = (rows.repetition_penalty[slots], rows.presence_penalty[slots], rows.frequency_penalty[slots])
+    index, *factors = upload([batch.penalised, *penalties], logits.device)
+    seen = rows.counts.seen[lines]
+    if logits.device.type == HOST:
+        # Few of the vocabulary's tokens have been seen, and no others change. Counting them would wait for a device.
+        which, ids = seen.nonzero().unbind(1)
+        where = (index[which], ids)
+        counts = rows.counts.output_counts[lines[which], ids]
+        logits[where] = _penalised(logits[where], counts, *(factor[which] for factor in factors))
+    else:
+        values = _rows_of(logits, index)
+        counts = rows.counts.output_counts[lines]
+        changed = _penalised(values, counts, *(factor.unsqueeze(1) for factor in factors))
+        logits.index_copy_(0, index, torch.where(seen, changed, values))
+
+
+def _penalised(values: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+    """The logits of tokens that were seen, ``counts`` times among the outputs."""
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    return values - frequency * counts - presence * (counts > 0)
+
+
+def _allowed(bits: Tensor, masks: Tensor, vocab_size: int) -> Tensor:
     """[K, vocab_size] bool of [K, ceil(vocab_size / 8)] bits. They are unpacked where the logits are: by looking bytes
-    up, each of which gives eight."""
-    table = torch.from_numpy(_BITS).to(device)
-    return table[torch.from_numpy(masks).to(device).long()].view(torch.bool)[:, :vocab_size]
+    up in ``bits``, each of which gives eight."""
+    return bits[masks.long()].view(torch.bool)[:, :vocab_size]
 
 
 def _rows_of(logits: Tensor, index: Tensor) -> Tensor:
@@ -125,24 +191,26 @@ def _rows_of(logits: Tensor, index: Tensor) -> Tensor:
 
 def _draw(logits: Tensor, best: Tensor, tokens: Tensor, batch: SampleBatch, rows: SamplingRows) -> None:
     """Overwrites the [N] ``tokens`` of random rows."""
-    device = logits.device
     numbers = uniforms(rows.seed[batch.slots[batch.row_of]], batch.sequences, batch.positions)
     slab = max(1, SLAB_ELEMENTS // logits.shape[1])
     for begin in range(0, batch.random.size, slab):
         part = batch.random[begin : begin + slab]
-        index = torch.from_numpy(part).to(device)
         slots = batch.slots[part]
-        temperature = torch.from_numpy(rows.temperature[slots]).to(device, torch.float32).unsqueeze(1)
-        # Relative to the largest, so that nothing overflows however small the temperature is.
-        weights = (_rows_of(logits, index) - best[index].unsqueeze(1)).div_(temperature).exp_()
-        floor, single = _floor(weights, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
-        if bool((floor > 0).any()):
-            weights.masked_fill_(weights < floor.unsqueeze(1), 0)
         which = np.flatnonzero(np.isin(batch.row_of, part))
-        line = torch.from_numpy(np.searchsorted(part, batch.row_of[which])).to(device)
-        found = _inverse(weights, line, torch.from_numpy(numbers[which]).to(device))
-        place = torch.from_numpy(which).to(device)
-        tokens[place] = torch.where(single[line], tokens[place], found)
+        lines = np.searchsorted(part, batch.row_of[which])
+        temperatures = rows.temperature[slots].astype(np.float32)
+        index, temperature, line, number, place = upload(
+            [part, temperatures, lines, numbers[which], which], logits.device
+        )
+        # Relative to the largest, so that nothing overflows however small the temperature is.
+        weights = (_rows_of(logits, index) - best[index].unsqueeze(1)).div_(temperature.unsqueeze(1)).exp_()
+        single = None
+        top_k, top_p, min_p = rows.top_k[slots], rows.top_p[slots], rows.min_p[slots]
+        if (top_k > 0).any() or (top_p < 1).any() or (min_p > 0).any():
+            floor, single = _floor(weights, top_k, top_p, min_p)
+            weights.masked_fill_(weights < floor.unsqueeze(1), 0)
+        found = _inverse(weights, line, number)
+        tokens.index_copy_(0, place, found if single is None else torch.where(single[line], tokens[place], found))
 
 
 def _inverse(weights: Tensor, line: Tensor, numbers: Tensor) -> Tensor:
@@ -186,30 +254,28 @@ def _floor(
     """The [R] least weight that each row keeps, rows being scaled so that their largest is 1; and whether the row keeps
     a single token, which then is the greedy one even if others tie with it."""
     vocab_size = weights.shape[1]
-    device = weights.device
-    floor = torch.from_numpy(min_p).to(device, torch.float32)
-    single = torch.from_numpy(top_k == 1).to(device)
-    limited = np.flatnonzero((top_k > 0) & (top_k < vocab_size))
+    limited, nucleus = np.flatnonzero((top_k > 0) & (top_k < vocab_size)), np.flatnonzero(top_p < 1)
+    floor, single, limited_rows, last, nucleus_rows, mass = upload(
+        [min_p.astype(np.float32), top_k == 1, limited, top_k[limited] - 1, nucleus, top_p[nucleus]], weights.device
+    )
     if limited.size:
-        index = torch.from_numpy(limited).to(device)
-        last = torch.from_numpy(top_k[limited] - 1).to(device)
-        values = weights[index].topk(int(top_k[limited].max())).values
-        floor[index] = torch.maximum(floor[index], values.gather(1, last.unsqueeze(1)).squeeze(1))
-    nucleus = np.flatnonzero(top_p < 1)
+        values = weights[limited_rows].topk(int(top_k[limited].max())).values
+        least = values.gather(1, last.unsqueeze(1)).squeeze(1)
+        floor.index_copy_(0, limited_rows, torch.maximum(floor[limited_rows], least))
     if nucleus.size:
-        index = torch.from_numpy(nucleus).to(device)
-        low = floor[index].unsqueeze(1)
-        part = weights[index]
+        low = floor[nucleus_rows].unsqueeze(1)
+        part = weights[nucleus_rows]
         part.masked_fill_(part < low, 0)
-        edge, count = _nucleus(part, torch.from_numpy(top_p[nucleus]).to(device))
-        floor[index] = torch.maximum(floor[index], edge)
-        single[index] |= count == 0
+        find = nucleus_by_sorting if weights.device.type == HOST else nucleus_by_halving
+        edge, is_first = find(part, mass)
+        floor.index_copy_(0, nucleus_rows, torch.maximum(floor[nucleus_rows], edge))
+        single.index_copy_(0, nucleus_rows, single[nucleus_rows] | is_first)
     return floor, single
 
 
-def _nucleus(weights: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """[R] the weight at which the mass of all that are as large first reaches ``top_p`` of the row's, and how many
-    larger ones come before it."""
+def nucleus_by_sorting(weights: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """[R] the weight at which the mass of all that are as large first reaches ``top_p`` of the row's, and whether the
+    largest alone reaches it. Sorts few weights, but waits for the device to know how many."""
     count, vocab_size = weights.shape
     total = weights.sum(-1, dtype=torch.float64)
     wanted = total * top_p
@@ -224,53 +290,73 @@ def _nucleus(weights: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     ordered = ordered.sort(-1, descending=True).values
     before = torch.searchsorted(ordered.cumsum(-1, dtype=torch.float64), wanted.unsqueeze(1)).squeeze(1)
     before = torch.minimum(before, (each - 1).clamp_(min=0))
-    return ordered.gather(1, before.unsqueeze(1)).squeeze(1), before
+    return ordered.gather(1, before.unsqueeze(1)).squeeze(1), before == 0
 
 
-def _logprobs(logits: Tensor, tokens: Int32Array, batch: SampleBatch) -> TokenLogprobs:
+def nucleus_by_halving(weights: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """As `nucleus_by_sorting`, of weights up to 1. Waits for nothing and sorts nothing: it finds the bits of the weight
+    one after another, since numbers that are not negative are in the order of their bits."""
+    wanted = weights.sum(-1, dtype=torch.float64) * top_p
+    bits = weights.view(torch.int32)
+    largest = weights.max(-1).values
+    edge = torch.zeros_like(bits[:, 0])
+    for bit in range(29, -1, -1):  # 1 and what is less have no higher ones
+        higher = edge | (1 << bit)
+        mass = torch.where(bits >= higher.unsqueeze(1), weights, 0).sum(-1, dtype=torch.float64)
+        edge = torch.where(mass >= wanted, higher, edge)
+    return torch.minimum(edge.view(torch.float32), largest), largest >= wanted
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, batch: SampleBatch) -> Reported:
     """Of the raw logits: the drawn token, then the most likely ones."""
-    asked = np.flatnonzero((batch.logprobs[batch.row_of] >= 0) & (tokens >= 0))
-    if not asked.size:
-        return TokenLogprobs()
+    asked = np.flatnonzero(batch.logprobs[batch.row_of] >= 0)
     alternatives = batch.logprobs[batch.row_of[asked]]
-    index = torch.from_numpy(batch.row_of[asked]).to(logits.device)
+    index, which = upload([batch.row_of[asked], asked], logits.device)
     part = logits[index]
-    drawn_ids = torch.from_numpy(tokens[asked].astype(np.int64)).to(logits.device).unsqueeze(1)
+    drawn_ids = tokens[which].clamp_(min=0).unsqueeze(1)
     drawn = part.gather(1, drawn_ids)
     ranks = (part > drawn).sum(-1) + 1
     most = min(int(alternatives.max()), part.shape[1])
     top = part.topk(most)
     total = part.logsumexp(-1, keepdim=True)
-    values = (torch.cat((drawn, top.values), 1) - total).cpu().numpy()
-    ids = torch.cat((drawn_ids, top.indices), 1).cpu().numpy()
-    counts = 1 + np.minimum(alternatives, most)
-    taken = np.arange(most + 1) < counts[:, None]
-    return TokenLogprobs(
-        rows=asked.astype(np.int32),
-        counts=counts.astype(np.int32),
-        ranks=ranks.cpu().numpy().astype(np.int32),
-        token_ids=ids[taken].astype(np.int32),
-        values=values[taken].astype(np.float32),
+    return Reported(
+        drawn=asked,
+        counts=1 + np.minimum(alternatives, most),
+        ranks=ranks,
+        token_ids=torch.cat((drawn_ids, top.indices), 1),
+        values=torch.cat((drawn, top.values), 1) - total,
     )
 
 
-def _candidates(logprobs: Tensor, finite: npt.NDArray[np.bool_], batch: SampleBatch) -> TokenLogprobs:
-    """The best continuations of each beam, best first. Faulty rows have none.
+def _candidates(logprobs: Tensor, batch: SampleBatch) -> Reported:
+    """The best continuations of each beam, best first.
 
     Args:
         logprobs: [R, vocab_size] edited log-probabilities in the rows of beams.
-        finite: [R].
     """
-    good = finite[batch.beams]
-    beams, counts = batch.beams[good], np.minimum(batch.candidates[good], logprobs.shape[1])
-    if not beams.size:
+    counts = np.minimum(batch.candidates, logprobs.shape[1])
+    top = _rows_of(logprobs, _up(batch.beams, logprobs)).topk(int(counts.max()))
+    drawn = np.searchsorted(batch.row_of, batch.beams)
+    return Reported(drawn, counts, torch.ones_like(top.indices[:, 0]), top.indices, top.values)
+
+
+def _read(
+    reported: Reported,
+    tokens: npt.NDArray[Any],
+    ranks: npt.NDArray[Any],
+    token_ids: npt.NDArray[Any],
+    values: npt.NDArray[Any],
+) -> TokenLogprobs:
+    """As it is told to others: rows that were not finite have none."""
+    good = tokens[reported.drawn] >= 0
+    counts = reported.counts[good]
+    if not counts.size:
         return TokenLogprobs()
-    top = _rows_of(logprobs, torch.from_numpy(beams).to(logprobs.device)).topk(int(counts.max()))
-    taken = np.arange(counts.max()) < counts[:, None]
+    taken = np.arange(token_ids.shape[1]) < counts[:, None]
     return TokenLogprobs(
-        rows=np.searchsorted(batch.row_of, beams).astype(np.int32),
+        rows=reported.drawn[good].astype(np.int32),
         counts=counts.astype(np.int32),
-        ranks=np.ones(beams.size, np.int32),
-        token_ids=top.indices.cpu().numpy()[taken].astype(np.int32),
-        values=top.values.cpu().numpy()[taken].astype(np.float32),
+        ranks=ranks[good].astype(np.int32),
+        token_ids=token_ids[good][taken].astype(np.int32),
+        values=values[good][taken].astype(np.float32),
     )

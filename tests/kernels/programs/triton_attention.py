@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_case import PROCESSORS, Case
+from paged_case import DEVICE, PROCESSORS, Case
+from torch import Tensor
 
 from pagemill_kernels.gpu import work
-from pagemill_kernels.gpu.kernels import TritonKernels
-from pagemill_kernels.interface import AttentionSpec
+from pagemill_kernels.gpu.kernels import TritonKernels, TritonStep
+from pagemill_kernels.interface import AttentionBatch, AttentionSpec
 
 MIXED = [(1, 1), (16, 1), (17, 1), (53, 1), (9, 9), (30, 3), (23, 23), (40, 1)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -113,6 +114,68 @@ def test_empty_chunk_is_left_out() -> None:
     case.tables.append(case.tables[1])
     case.rows.append((8, 0))
     case.check()
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.usefixtures("short_parts")
+def test_tables_that_stay_on_the_device_and_fixed_steps(window: int | None) -> None:
+    """One fixed step is refilled with other rows, of which the last one is padding; what is launched stays the same."""
+    case = Case([(170, 1), (5, 1), (90, 1), (33, 1)], kv_heads=1, group=3)
+    spec, kernels = AttentionSpec(0.25, window), TritonKernels(8)
+    tables, lines = resident_tables(case)
+    slots = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    heads = case.num_heads
+
+    def batch(rows: list[int]) -> AttentionBatch:
+        """The case's rows, None of which may be the padding: the table of line 0 names the padding block."""
+        contexts = torch.tensor([1 if row < 0 else case.rows[row][0] for row in rows])
+        at = torch.tensor([0 if row < 0 else int(case.batch().slot_mapping[row]) for row in rows], dtype=torch.int32)
+        slots.copy_(at)
+        chosen = torch.tensor([0 if row < 0 else lines[row] for row in rows])
+        return AttentionBatch(torch.arange(4), contexts, tables, slots, 3, chosen)
+
+    def attend(step: TritonStep, rows: list[int]) -> Tensor:
+        qkv = case.qkv[[max(0, row) for row in rows]]
+        kernels.rotate_and_write(qkv, None, case.cache, step, 1)
+        return kernels.attention(qkv[:, :heads], case.cache, step, 1, spec)
+
+    expected = case.expected(spec)
+    step = kernels.prepare_fixed(batch([-1, -1, -1]), case.cache)
+    attend(step, [-1, -1, -1])
+    [launch] = step.launches[window, 3]
+    grid = launch.items.shape, launch.reductions.shape, launch.items.data_ptr()
+    live = case.cache[1:].clone()
+    for rows in ([0, 1, 2], [3, 1, -1], [2, 0, 3], [-1, -1, 3]):
+        kernels.refill(step, batch(rows))
+        result = attend(step, rows)
+        assert step.launches[window, 3] == [launch]
+        assert (launch.items.shape, launch.reductions.shape, launch.items.data_ptr()) == grid
+        eager = attend(kernels.prepare(batch(rows), case.cache), rows)
+        for place, row in enumerate(rows):
+            if row >= 0:
+                for computed in (result, eager):
+                    assert_close(computed[place], expected[row])
+    written = torch.zeros(case.cache.shape[0] * case.block_size, dtype=torch.bool)
+    written[case.batch().slot_mapping] = True
+    unwritten = ~written.view(-1, case.block_size)[1:]
+    before, after = (t.permute(0, 3, 1, 2, 4, 5).cpu()[unwritten] for t in (live, case.cache[1:]))
+    assert torch.equal(before.view(torch.int16), after.view(torch.int16))  # padding rows change no block but their own
+
+
+def resident_tables(case: Case) -> tuple[Tensor, list[int]]:
+    """Tables in a tensor with lines to spare, and the line of each row. Line 0 is of the padding block."""
+    lines = [2 * row + 1 for row in range(len(case.rows))]
+    width = max(len(table) for table in case.tables) + 3
+    tables = torch.full((2 * len(lines) + 1, width), 2**30, dtype=torch.int32)
+    tables[0] = 0
+    for line, table in zip(lines, case.tables, strict=True):
+        tables[line, : len(table)] = torch.tensor(table)
+    return tables.to(DEVICE), lines
+
+
+def assert_close(computed: Tensor, expected: Tensor) -> None:
+    difference = (computed.float().cpu() - expected).norm() / expected.norm()
+    assert difference < 4e-3
 
 
 @settings(max_examples=10, deadline=None)

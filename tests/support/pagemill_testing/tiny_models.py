@@ -12,12 +12,16 @@ import torch
 from llguidance import LLMatcher
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from pagemill_kernels.interface import Kernels, Quantization
+from pagemill_kernels.interface import Kernels, Quantization, ResidentKernels
+from pagemill_kernels.reference import TorchKernels
 from pagemill_kernels.select import select_kernels
 from pagemill_shared.schema import Int32Array
 from pagemill_worker.cache import KVCache
+from pagemill_worker.forward import ResidentForward
 from pagemill_worker.grammar_compiler import GrammarCompiler
+from pagemill_worker.graphs import Record
 from pagemill_worker.models.registry import load_model
+from pagemill_worker.moves import Lanes
 from pagemill_worker.runner import Runner
 
 CPU = torch.device("cpu")
@@ -63,13 +67,21 @@ def make_runner(
     clock: Callable[[], float] = lambda: 0.0,
     kernels: Kernels[Any] | None = None,
     quantization: Quantization = "none",
+    is_resident: bool = False,
+    record: Record | None = None,
+    lanes: Lanes | None = None,
 ) -> Runner:
+    """``is_resident``: computes as on a GPU, with plain torch; ``record`` then makes its recordings."""
     config = json.loads((folder / "config.json").read_text())
-    kernels = kernels or select_kernels(CPU)
+    kernels = kernels or (TorchKernels() if is_resident else select_kernels(CPU))
     model = load_model(folder, config, max_model_len, dtype, CPU, kernels, quantization)
     cache = KVCache(model.cache, block_size, num_blocks, num_swap_blocks, dtype, CPU)
     grammars = InlineCompiler(folder, model.vocab_size, [config["eos_token_id"]])
-    return Runner(model, cache, kernels, max_model_len, CPU, grammars, clock)
+    forward = None
+    if is_resident:
+        assert isinstance(kernels, ResidentKernels)
+        forward = ResidentForward(model, cache, kernels, CPU, max_model_len, record)
+    return Runner(model, cache, kernels, max_model_len, CPU, grammars, clock, forward=forward, lanes=lanes)
 
 
 class InlineCompiler(GrammarCompiler):
