@@ -214,13 +214,15 @@ def test_prompts_that_are_refused(api: Stage, prompt: Any) -> None:
         ("max_tokens", True), ("min_tokens", -1), ("temperature", -0.1), ("temperature", 1e9), ("temperature", "hot"),
         ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("min_p", 1.5), ("repetition_penalty", 0),
         ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("seed", 2**63), ("seed", 1.5),
-        ("logprobs", 100000), ("logprobs", -1), ("logprobs", True), ("n", 0), ("n", 129), ("echo", True),
+        ("logprobs", 100000), ("logprobs", -1), ("logprobs", True), ("n", 0), ("n", 129), ("echo", "yes"),
         ("suffix", "end"), ("stream", "yes"), ("stop_token_ids", [VOCABULARY]),
         ("stop_token_ids", [-1]), ("stop_token_ids", 5), ("logit_bias", {str(VOCABULARY): 1}),
         ("logit_bias", {"-1": 1}), ("logit_bias", {"abc": 1}), ("logit_bias", {"²": 1}), ("logit_bias", [1]),
         ("cache_salt", ""), ("cache_salt", 5), ("priority", "high"),
-        ("prompt_logprobs", 1),
-        ("truncate_prompt_tokens", 5), ("model", 5), ("model", ""), ("request_id", ""),
+        ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2),
+        ("truncation_side", "middle"), ("allowed_token_ids", []), ("allowed_token_ids", [VOCABULARY]),
+        ("bad_words", [""]), ("bad_words", "x"),
+
     ],
 )  # fmt: skip
 def test_values_that_are_refused_by_name(api: Stage, name: str, value: Any) -> None:

@@ -25,12 +25,16 @@ MANIFEST = ModelManifest(
 )
 
 
+def encode_word(word: str) -> list[list[int]]:
+    return [[ord(c) % 100 for c in word]]
+
+
 def resolver(**defaults: Any) -> SamplingResolver:
-    return SamplingResolver(MANIFEST, GenerationDefaults(**defaults), lambda: 99)
+    return SamplingResolver(MANIFEST, GenerationDefaults(**defaults), encode_word, lambda: 99)
 
 
 def test_without_suggestions_everything_is_off() -> None:
-    sampling = resolver().resolve(CompletionBody(prompt="x"), 5, None)
+    sampling = resolver().resolve(CompletionBody(prompt="x"), 5, None, "")
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
     assert (sampling.repetition_penalty, sampling.seed, sampling.max_tokens) == (1.0, 99, 5)
     assert sampling.eos_token_ids.tolist() == [2, 7]
@@ -48,9 +52,9 @@ def test_the_models_suggestions_hold_until_the_request_says_otherwise(tmp_path: 
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     defaults = GenerationDefaults.load(tmp_path)
     assert defaults == GenerationDefaults(0.6, 0.9, 20, 0.0, 1.05)
-    resolve = SamplingResolver(MANIFEST, defaults, lambda: 1).resolve
-    assert resolve(CompletionBody(prompt="x"), 5, None).temperature == 0.6
-    said = resolve(CompletionBody(prompt="x", temperature=0.0, top_k=-1, top_p=1.0), 5, None)
+    resolve = SamplingResolver(MANIFEST, defaults, encode_word, lambda: 1).resolve
+    assert resolve(CompletionBody(prompt="x"), 5, None, "").temperature == 0.6
+    said = resolve(CompletionBody(prompt="x", temperature=0.0, top_k=-1, top_p=1.0), 5, None, "")
     assert (said.temperature, said.top_k, said.top_p) == (0.0, 0, 1.0)
 
 

@@ -51,6 +51,7 @@ def draw(
         row_of=np.repeat(np.arange(count), copies),
         sequences=np.tile(np.arange(copies), count),
         positions=np.full(count * copies, position),
+        output_of=lambda slot: np.array(outputs[slot], np.int32),
     )
     return sample(logits.clone(), batch, rows)
 
@@ -339,3 +340,49 @@ def test_any_parameters_give_a_token_that_may_be_drawn(data: st.DataObject) -> N
         if each.top_k and again.token_ids[row] >= 0 and each.repetition_penalty == 1 and not outputs[row]:
             limit = logits[row].topk(min(each.top_k, vocab_size)).values[-1]
             assert logits[row, again.token_ids[row]] >= limit
+
+
+def ints(*values: int) -> np.ndarray[Any, Any]:
+    return np.array(values, np.int32)
+
+
+def test_only_allowed_tokens_are_sampled_and_others_are_told_as_they_were() -> None:
+    logits = random_logits(3)
+    worst = logits.argsort(-1)[:, :3]
+    params = [
+        SamplingParams(temperature=0.0, allowed_token_ids=ints(*worst[0].tolist()), logprobs=2),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=5.0, seed=3, allowed_token_ids=ints(*worst[2].tolist())),
+    ]
+    result = draw(logits, params)
+    assert result.token_ids[0] == worst[0, 2]
+    assert result.token_ids[1] == logits[1].argmax()
+    assert result.token_ids[2] in worst[2].tolist()
+    assert result.logprobs.token_ids[1] == logits[0].argmax()  # log-probabilities are those of the raw logits
+
+
+def test_a_bad_word_is_never_completed() -> None:
+    logits = random_logits(4)
+    best, second = logits[0].argsort(descending=True)[:2].tolist()
+    logits[1:] = logits[0]
+    words = {"bad_word_ids": ints(7, 8, best, best, 9, best), "bad_word_lengths": ints(3, 1, 2)}
+    single = {"bad_word_ids": ints(7, 8, best), "bad_word_lengths": ints(3)}
+    params = [SamplingParams(temperature=0.0, **fields) for fields in (words, single, single, single)]  # type: ignore[arg-type]
+    result = draw(logits, params, outputs=[[], [1, 7, 8], [7, 8, 1], [8]])
+    assert result.token_ids.tolist() == [second, second, best, best]
+
+
+def test_limits_follow_forks_and_leave_with_the_slot() -> None:
+    rows = SamplingRows(3, 50, CPU, no_grammars(3, 50))
+    rows.join(
+        0,
+        SamplingParams(allowed_token_ids=ints(3, 49), bad_word_ids=ints(4), bad_word_lengths=ints(1)),
+        ints(1),
+        ints(),
+    )
+    rows.fork(0, 2)
+    rows.release(0)
+    assert rows.limits.allowing.tolist() == rows.limits.worded.tolist() == [False, False, True]
+    bits = np.unpackbits(rows.limits.masks(np.array([2])), axis=1, bitorder="little")
+    assert np.flatnonzero(bits).tolist() == [3, 49]
+    assert rows.limits.banned(2, ints()).tolist() == [4]

@@ -59,6 +59,16 @@ class ChoiceEnd(Answer):
     score: float | None = Field(None, description="What the choice was ranked by; only where choices are ranked.")
 
 
+class PromptToken(Answer):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptToken] | None]
+"""For each prompt token but the first: by token id, itself and the most likely ones."""
+
+
 # ---------------------------------------------------------------- completions
 
 
@@ -78,6 +88,7 @@ class CompletionChoice(ChoiceEnd):
     finish_reason: FinishReason
     prompt_token_ids: list[int] | None = Field(None, description="With `return_token_ids`.")
     token_ids: list[int] | None = Field(None, description="With `return_token_ids`.")
+    prompt_logprobs: PromptLogprobs | None = Field(None, description="With `prompt_logprobs`.")
 
 
 class Completion(Answer):
@@ -152,6 +163,7 @@ class ChatCompletion(Answer):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = Field(None, description="With `return_token_ids`.")
+    prompt_logprobs: PromptLogprobs | None = Field(None, description="With `prompt_logprobs`.")
 
 
 class ChatDelta(Answer):

@@ -10,9 +10,11 @@ from typing import Any
 
 from pagemill_gateway.chat_body import ChatBody, ConversationFields
 from pagemill_gateway.choice import Choice, TokenLogprob
+from pagemill_gateway.echo import prompt_logprobs
 from pagemill_gateway.engine import Engine, Generation
 from pagemill_gateway.exchange import Exchange, json_text
 from pagemill_gateway.logprobs import chat_entries, finite
+from pagemill_gateway.prompt import Prompt
 from pagemill_gateway.streaming import EventWriter, collect, quote, send_stream
 from pagemill_gateway.tokenizer import TextTokenizer
 
@@ -22,9 +24,10 @@ async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> No
     body = await engine.parse(ChatBody, raw)
     engine.resolver.check(body)
     grammar = await engine.grammars.check(body.constraint)
-    prompt = await encode_conversation(engine, body)
+    prompt = Prompt(engine.truncated(body, await encode_conversation(engine, body), body.output_limit))
     await engine.connection.until_able()
-    engine.check_ids(prompt, "messages")
+    engine.check_ids(prompt.token_ids, "messages")
+    engine.check_prompt_logprobs([prompt], body.prompt_logprobs, "prompt_logprobs")
     limit_name = _limit_name(body)
     explicit = body.output_limit is not None
     limit = engine.max_tokens(len(prompt), body.output_limit, explicit, "messages", limit_name)
@@ -102,6 +105,8 @@ def _whole(tokenizer: TextTokenizer, generation: Generation, body: ChatBody) -> 
     answer: dict[str, Any] = {"choices": choices, "usage": generation.usage}
     if body.return_token_ids:
         answer["prompt_token_ids"] = list(generation.output.choices[0].prompt_token_ids)
+    if body.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs(tokenizer, generation.requests[0].prompt, body.prompt_logprobs)
     return answer
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from pagemill_gateway.choice import TokenLogprob
 from pagemill_gateway.errors import ApiError
+from pagemill_gateway.prompt import unpack_logprobs
 from pagemill_gateway.requests import Ending, GatewayRequest
 from pagemill_shared.link import LinkState, PeerLink
 from pagemill_shared.messages import (
@@ -20,11 +21,11 @@ from pagemill_shared.messages import (
     FleetStatus,
     GatewaySync,
     GatewayWelcome,
+    PromptReport,
     RequestFailure,
     SequenceFinished,
     StateReport,
     SubmitRequest,
-    TokenLogprobs,
 )
 from pagemill_shared.schema import Message
 
@@ -179,7 +180,7 @@ class SchedulerClient:
             *self.link.next_number(),
             request.handle,
             request.request_id,
-            request.prompt_token_ids,
+            request.prompt.array,
             request.sampling,
             request.priority,
             request.cache_salt,
@@ -194,7 +195,9 @@ class SchedulerClient:
     def _delivery(self, now: float, delivery: Delivery) -> list[Message]:
         messages: list[Message] = []
         tokens = delivery.token_ids.tolist()
-        logprobs = _unpack_logprobs(delivery.logprobs)
+        logprobs = unpack_logprobs(delivery.logprobs)
+        for report in delivery.reports:
+            messages += self._report(report)
         start = 0
         for handle, sequence, offset, count, finish, cached, score in zip(
             delivery.handles.tolist(),
@@ -220,6 +223,17 @@ class SchedulerClient:
         for failure in delivery.failures:
             self._fail(failure)
         return messages
+
+    def _report(self, report: PromptReport) -> list[Message]:
+        request = self._live.get(report.owner)
+        if request is None:
+            return []
+        try:
+            request.prompt.take(report)
+        except ValueError as error:
+            request.output.fail(ApiError(500, f"internal error: {error}", code="internal_error"))
+            return self.abort(request)
+        return []
 
     def _deliver(
         self,
@@ -253,16 +267,3 @@ class SchedulerClient:
         request = self._live.pop(failure.handle, None)
         if request is not None:
             request.output.fail(request.error_of(failure))
-
-
-def _unpack_logprobs(packed: TokenLogprobs) -> dict[int, TokenLogprob]:
-    """Entries by row of the delivery's token array."""
-    ids, values = packed.token_ids.tolist(), packed.values.tolist()
-    entries = {}
-    start = 0
-    for row, count, rank in zip(packed.rows.tolist(), packed.counts.tolist(), packed.ranks.tolist(), strict=True):
-        end = start + count
-        top = list(zip(ids[start + 1 : end], values[start + 1 : end], strict=True))
-        entries[row] = TokenLogprob(ids[start], values[start], rank, top)
-        start = end
-    return entries

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from pagemill_gateway.bodies import OFF, field_error, only
+from pagemill_gateway.bodies import field_error, only
 from pagemill_gateway.generation_body import GenerationBody
 from pagemill_gateway.group_fields import MAX_CHOICES
 from pagemill_shared.sampling import MAX_LOGPROBS, MAX_TOKENS
@@ -28,12 +28,13 @@ Prompt = (
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    unserved = GenerationBody.unserved | {"echo": OFF, "suffix": only("")}
+    unserved = GenerationBody.unserved | {"suffix": only("")}
 
     prompt: str | list[str] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=1, le=MAX_TOKENS)
+    max_tokens: int | None = Field(16, ge=0, le=MAX_TOKENS)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
+    echo: bool = False
 
     @field_validator("prompt", mode="wrap", json_schema_input_type=Prompt)
     @classmethod
@@ -54,6 +55,15 @@ class CompletionBody(GenerationBody):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
+
+    @property
+    def told_of_prompt(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in wanted if each is not None), default=None)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -11,12 +11,16 @@ from typing import Any
 
 from pagemill_gateway.choice import Choice, TokenLogprob
 from pagemill_gateway.completion_body import CompletionBody
+from pagemill_gateway.echo import Echo, echo_of, prompt_logprobs
 from pagemill_gateway.engine import Engine, Generation
 from pagemill_gateway.errors import ApiError
 from pagemill_gateway.exchange import Exchange, json_text
 from pagemill_gateway.logprobs import completion_lists, finite
+from pagemill_gateway.prompt import Prompt
 from pagemill_gateway.streaming import EventWriter, collect, quote, send_stream
 from pagemill_gateway.tokenizer import TextTokenizer
+
+_NO_ECHO = Echo("", None)
 
 
 async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
@@ -26,6 +30,7 @@ async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     grammar = await engine.grammars.check(body.constraint)
     prompts = await _encode(engine, body)
     await engine.connection.until_able()
+    engine.check_prompt_logprobs(prompts, body.told_of_prompt, "logprobs" if body.echo else "prompt_logprobs")
     explicit = "max_tokens" in body.model_fields_set
     limits = [engine.max_tokens(len(prompt), body.max_tokens, explicit, "prompt", "max_tokens") for prompt in prompts]
     generation = engine.generation(
@@ -38,7 +43,7 @@ async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
         "model": engine.name,
     }
     if body.stream:
-        await send_stream(exchange, generation, CompletionEvents(engine.tokenizer, envelope, body))
+        await send_stream(exchange, generation, CompletionEvents(engine.tokenizer, envelope, body, generation))
     elif await collect(exchange, generation):
         size = generation.answer_size(body.num_logprobs)
         await exchange.send_json_text(
@@ -46,8 +51,9 @@ async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
         )
 
 
-async def _encode(engine: Engine, body: CompletionBody) -> list[list[int]]:
+async def _encode(engine: Engine, body: CompletionBody) -> list[Prompt]:
     encoded = []
+    explicit = body.max_tokens if "max_tokens" in body.model_fields_set else None
     for prompt in body.prompts:
         if isinstance(prompt, str):
             encode = partial(engine.tokenizer.encode, prompt, add_special_tokens=body.add_special_tokens)
@@ -57,18 +63,29 @@ async def _encode(engine: Engine, body: CompletionBody) -> list[list[int]]:
         else:
             ids = prompt
         engine.check_ids(ids, "prompt")
-        encoded.append(ids)
+        used = engine.truncated(body, ids, explicit)
+        hides_bos = isinstance(prompt, str) and used[:1] == ids[:1] and _adds_bos(engine.tokenizer, prompt, body)
+        encoded.append(Prompt(used, int(hides_bos)))
     return encoded
+
+
+def _adds_bos(tokenizer: TextTokenizer, text: str, body: CompletionBody) -> bool:
+    return body.add_special_tokens and tokenizer.bos is not None and not text.startswith(tokenizer.bos)
 
 
 def _whole(tokenizer: TextTokenizer, generation: Generation, body: CompletionBody) -> dict[str, Any]:
     choices = []
     for choice in generation.answers():
         text, entries = choice.take()
+        prompt = generation.prompt_of(choice)
+        echo = echo_of(tokenizer, prompt, body.logprobs) if body.echo else _NO_ECHO
+        lists = None
+        if body.logprobs is not None:
+            lists = _joined(echo, completion_lists(tokenizer, entries, len(echo.text)))
         item: dict[str, Any] = {
             "index": choice.index,
-            "text": text,
-            "logprobs": None if body.logprobs is None else completion_lists(tokenizer, entries),
+            "text": echo.text + text,
+            "logprobs": lists,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -76,16 +93,30 @@ def _whole(tokenizer: TextTokenizer, generation: Generation, body: CompletionBod
             item["score"] = finite(choice.score)
         if body.return_token_ids:
             item |= {"prompt_token_ids": list(choice.prompt_token_ids), "token_ids": choice.take_token_ids()}
+        if body.prompt_logprobs is not None:
+            item["prompt_logprobs"] = prompt_logprobs(tokenizer, prompt, body.prompt_logprobs)
         choices.append(item)
     return {"choices": choices, "usage": generation.usage}
 
 
-class CompletionEvents(EventWriter):
-    """Events of a text completion; its choices come interleaved."""
+def _joined(echo: Echo, lists: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    head = echo.logprobs
+    return lists if head is None else {name: head[name] + items for name, items in lists.items()}
 
-    def __init__(self, tokenizer: TextTokenizer, envelope: dict[str, Any], body: CompletionBody) -> None:
+
+class CompletionEvents(EventWriter):
+    """Events of a text completion; its choices come interleaved, each behind its prompt where that is echoed."""
+
+    def __init__(
+        self, tokenizer: TextTokenizer, envelope: dict[str, Any], body: CompletionBody, generation: Generation
+    ) -> None:
         super().__init__(envelope, body)
         self._tokenizer = tokenizer
+        self._generation = generation
+        self._echoes = body.echo
+        self._alternatives = body.logprobs
+        self._echoed: dict[Choice, int] = {}
+        """How long the prompt of each choice that has begun is, in characters."""
         self._after = f',"logprobs":null,"finish_reason":null}}]{self.tail}'
 
     def opening(self, choice: Choice) -> str:
@@ -93,10 +124,22 @@ class CompletionEvents(EventWriter):
             return ""
         return self._event(choice, '""', "null", f'null,"prompt_token_ids":{list(choice.prompt_token_ids)}')
 
+    def news(self, choice: Choice) -> str:
+        if self._echoes and choice not in self._echoed:
+            # Not before its first news: only then all has come that was to be told of the prompt.
+            echo = echo_of(self._tokenizer, self._generation.prompt_of(choice), self._alternatives)
+            self._echoed[choice] = len(echo.text)
+            logprobs = json.dumps(echo.logprobs, ensure_ascii=False)
+            return self._event(choice, quote(echo.text), logprobs, "null") + super().news(choice)
+        return super().news(choice)
+
     def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob], more: str) -> str:
         if not entries and not more:
             return f'{self.head}{{"index":{choice.index},"text":{quote(text)}{self._after}'
-        logprobs = json.dumps(completion_lists(self._tokenizer, entries), ensure_ascii=False) if entries else "null"
+        logprobs = "null"
+        if entries:
+            lists = completion_lists(self._tokenizer, entries, self._echoed.get(choice, 0))
+            logprobs = json.dumps(lists, ensure_ascii=False)
         return self._event(choice, quote(text), logprobs, "null" + more)
 
     def ending(self, choice: Choice) -> str:

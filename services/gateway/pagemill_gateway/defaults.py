@@ -20,7 +20,7 @@ from pagemill_gateway.errors import ApiError
 from pagemill_gateway.generation_body import GenerationBody
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.manifest import ModelManifest
-from pagemill_shared.sampling import MAX_SEED, SamplingParams
+from pagemill_shared.sampling import MAX_BAD_WORD_TOKENS, MAX_SEED, SamplingParams
 from pagemill_shared.schema import Float32Array, Int32Array
 
 
@@ -81,21 +81,28 @@ class SamplingResolver:
     """Makes SamplingParams of request bodies for one model.
 
     Args:
+        encode_word: gives the token sequences that write a word.
         new_seed: gives the seed of a request that brings none.
     """
 
     def __init__(
-        self, manifest: ModelManifest, defaults: GenerationDefaults, new_seed: Callable[[], int] = draw_seed
+        self,
+        manifest: ModelManifest,
+        defaults: GenerationDefaults,
+        encode_word: Callable[[str], list[list[int]]],
+        new_seed: Callable[[], int] = draw_seed,
     ) -> None:
         self._vocab_size = manifest.vocab_size
         self._eos_token_ids = np.array(sorted(set(manifest.eos_token_ids)), np.int32)
         self._defaults = defaults
+        self._encode_word = encode_word
         self._new_seed = new_seed
 
     def check(self, body: GenerationBody) -> None:
         """Raises ApiError for what the vocabulary does not have; cheap, so that it can come first."""
         self._bias(body)
         self._stop_token_ids(body)
+        self._check_allowed(body)
         if body.beams > self._vocab_size:
             raise ApiError(
                 400,
@@ -115,6 +122,7 @@ class SamplingResolver:
         """
         defaults = self._defaults
         bias_ids, bias_values = self._bias(body)
+        words = self._bad_words(body)
         # The model's suggestions for sampling mean nothing to a beam search; its repetition penalty does.
         drawn = _NO_SAMPLING if body.use_beam_search else defaults
         return SamplingParams(
@@ -140,6 +148,10 @@ class SamplingResolver:
             length_penalty=body.length_penalty,
             early_stopping=body.stopping,
             grammar=grammar,
+            allowed_token_ids=np.array(body.allowed_token_ids or [], np.int32),
+            bad_word_ids=np.array([token for word in words for token in word], np.int32),
+            bad_word_lengths=np.array([len(word) for word in words], np.int32),
+            prompt_logprobs=body.told_of_prompt,
         )
 
     def _stop_token_ids(self, body: GenerationBody) -> Int32Array:
@@ -147,6 +159,31 @@ class SamplingResolver:
             if token_id >= self._vocab_size:
                 raise self._outside(token_id, "stop_token_ids")
         return np.array(body.stop_token_ids, np.int32)
+
+    def _check_allowed(self, body: GenerationBody) -> None:
+        allowed = set(body.allowed_token_ids or ())
+        highest = max(allowed, default=0)
+        if highest >= self._vocab_size:
+            raise self._outside(highest, "allowed_token_ids")
+        ends = {*body.stop_token_ids, *(() if body.ignore_eos else self._eos_token_ids.tolist())}
+        if allowed and body.min_tokens and allowed <= ends:
+            raise ApiError(
+                400,
+                f"allowed_token_ids: all of them end the answer, which contradicts min_tokens {body.min_tokens}",
+                param="allowed_token_ids",
+                code="invalid_value",
+            )
+
+    def _bad_words(self, body: GenerationBody) -> list[list[int]]:
+        words = [ids for word in body.bad_words for ids in self._encode_word(word)]
+        if sum(map(len, words)) > MAX_BAD_WORD_TOKENS:
+            raise ApiError(
+                400,
+                f"bad_words: they have {sum(map(len, words))} tokens, at most {MAX_BAD_WORD_TOKENS} are allowed",
+                param="bad_words",
+                code="invalid_value",
+            )
+        return words
 
     def _bias(self, body: GenerationBody) -> tuple[Int32Array, Float32Array]:
         bias: dict[int, float] = {}

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import numpy as np
-
 from pagemill_gateway.bodies import RequestBody
 from pagemill_gateway.choice import Choice
 from pagemill_gateway.connection import Connection
@@ -20,6 +18,8 @@ from pagemill_gateway.grammar_checker import GrammarChecker
 from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.output import Output
 from pagemill_gateway.parsing import parse_body
+from pagemill_gateway.prompt import Prompt
+from pagemill_gateway.prompt_fields import MAX_PROMPT_LOGPROBS, PromptFields
 from pagemill_gateway.requests import GatewayRequest
 from pagemill_gateway.stops import StopStrings
 from pagemill_gateway.tokenizer import TextTokenizer
@@ -59,12 +59,17 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(request.prompt_token_ids) for request in self.requests)
+        return sum(len(request.prompt) for request in self.requests)
 
     @property
     def completion_tokens(self) -> int:
         """All that were generated, those of texts that are not shown among them."""
         return sum(choice.num_tokens for choice in self.output.choices)
+
+    def prompt_of(self, choice: Choice) -> Prompt:
+        """What ``choice``, one of those that the client gets, goes on from."""
+        first = self.requests[0]
+        return self.requests[choice.index // first.shown].prompt
 
     def answers(self) -> list[Choice]:
         """The choices that the client gets, in the order of their indices; only at the end."""
@@ -104,7 +109,7 @@ class Engine:
         self.name = name
         self.manifest = manifest
         self.tokenizer = tokenizer
-        self.resolver = SamplingResolver(manifest, defaults)
+        self.resolver = SamplingResolver(manifest, defaults, tokenizer.encode_word)
         self.grammars = GrammarChecker(tokenizer.to_json, manifest)
         self.connection = connection
         self.metrics = metrics
@@ -163,6 +168,24 @@ class Engine:
                 code="invalid_value",
             )
 
+    def truncated(self, body: PromptFields, ids: list[int], limit: int | None) -> list[int]:
+        """The part of a prompt that ``truncate_prompt_tokens`` leaves, with room for ``limit`` tokens or for one."""
+        return body.truncated(ids, max(1, self.max_model_len - (1 if limit is None else limit)))
+
+    def check_prompt_logprobs(self, prompts: Sequence[Prompt], alternatives: int | None, param: str) -> None:
+        """Raises ApiError when the log-probabilities of the prompts' tokens would be too many."""
+        if alternatives is None:
+            return
+        total = sum(map(len, prompts)) * (1 + alternatives)
+        if total > MAX_PROMPT_LOGPROBS:
+            raise ApiError(
+                400,
+                f"{param}: {total} log-probabilities of prompt tokens were asked for; at most "
+                f"{MAX_PROMPT_LOGPROBS} are told in one request",
+                param=param,
+                code="invalid_value",
+            )
+
     def max_tokens(
         self, prompt_length: int, wanted: int | None, explicit: bool, prompt_name: str, limit_name: str
     ) -> int:
@@ -178,7 +201,7 @@ class Engine:
         """
         longest = self.max_model_len
         room = longest - prompt_length
-        if room < 1:
+        if room < min(1, 1 if wanted is None else wanted):
             raise ApiError(
                 400,
                 f"this model's maximum context length is {longest} tokens, but the prompt has {prompt_length} tokens "
@@ -199,7 +222,7 @@ class Engine:
     def generation(
         self,
         body: GenerationBody,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         limits: Sequence[int],
         num_logprobs: int | None,
         request_id: str,
@@ -216,14 +239,14 @@ class Engine:
         """
         stops = StopStrings(body.stop, body.include_stop_str_in_output) if body.stop else None
         groups = [
-            [self._choice(position * body.n + i, body, prompt, stops) for i in range(body.num_sequences)]
+            [self._choice(position * body.n + i, body, prompt.token_ids, stops) for i in range(body.num_sequences)]
             for position, prompt in enumerate(prompts)
         ]
         output = Output([choice for group in groups for choice in group], body.stream)
         requests = [
             GatewayRequest(
                 request_id=request_id,
-                prompt_token_ids=np.array(prompt, np.int32),
+                prompt=prompt,
                 sampling=self.resolver.resolve(body, limit, num_logprobs, grammar),
                 priority=body.priority,
                 cache_salt=body.cache_salt or "",

@@ -8,11 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from pagemill_gateway.bodies import NOTHING, OFF, Accepts, RequestBody, field_error, only
 from pagemill_gateway.group_fields import GroupFields
+from pagemill_gateway.prompt_fields import PromptFields
 from pagemill_gateway.structured_outputs import StructuredFields
-from pagemill_shared.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOKENS
+from pagemill_shared.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOKENS
 
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
+MAX_BAD_WORDS = 64
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -26,18 +28,13 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(StructuredFields, GroupFields, RequestBody):
+class GenerationBody(PromptFields, StructuredFields, GroupFields, RequestBody):
     """What chat and text completions share."""
 
     unserved: ClassVar[dict[str, Accepts]] = {
-        "prompt_logprobs": NOTHING,
-        "truncate_prompt_tokens": NOTHING,
-        "truncation_side": NOTHING,
         "guided_decoding_backend": NOTHING,
         "guided_whitespace_pattern": NOTHING,
         "structural_tag": NOTHING,
-        "allowed_token_ids": NOTHING,
-        "bad_words": only([]),
         "logits_processors": only([]),
         "return_tokens_as_token_ids": OFF,
         "vllm_xargs": only({}),
@@ -75,6 +72,12 @@ class GenerationBody(StructuredFields, GroupFields, RequestBody):
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(
         None, max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}
+    )
+    allowed_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(
+        None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS
+    )
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]] = Field(
+        default_factory=list, max_length=MAX_BAD_WORDS
     )
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
 
@@ -119,7 +122,18 @@ class GenerationBody(StructuredFields, GroupFields, RequestBody):
         if self.use_beam_search:
             self._check_nothing_is_sampled()
         self._check_constraint()
+        if self.prompt_logprobs is not None and self.stream:
+            raise field_error("prompt_logprobs", "prompt_logprobs come with the whole answer: stream must be false")
+        if limit == 0:
+            self._check_nothing_is_generated()
         return self
+
+    def _check_nothing_is_generated(self) -> None:
+        if self.prompt_logprobs is None and not self.echoes:
+            raise field_error("max_tokens", "max_tokens 0 needs echo or prompt_logprobs: there would be no answer")
+        if self.num_sequences > 1 or self.use_beam_search:
+            name = "use_beam_search" if self.use_beam_search else self.width_field
+            raise field_error(name, f"{name} {getattr(self, name)} contradicts max_tokens 0")
 
     def _check_constraint(self) -> None:
         """What an answer that must match a grammar cannot be combined with."""
@@ -130,6 +144,9 @@ class GenerationBody(StructuredFields, GroupFields, RequestBody):
             raise field_error("use_beam_search", f"use_beam_search cannot be combined with {constraint.field}")
         if self.ignore_eos:
             raise field_error("ignore_eos", f"ignore_eos contradicts {constraint.field}: a complete answer must end")
+        for name in ("allowed_token_ids", "bad_words"):
+            if getattr(self, name):  # what one allows the other may forbid, until nothing is left
+                raise field_error(name, f"{name} cannot be combined with {constraint.field}")
 
     def _check_nothing_is_sampled(self) -> None:
         """A beam search takes the most likely continuations; fields that ask for samples contradict it."""
@@ -149,6 +166,16 @@ class GenerationBody(StructuredFields, GroupFields, RequestBody):
     def output_limit(self) -> int | None:
         """Most tokens that the request wants, None for as many as fit."""
         return self.max_tokens
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def told_of_prompt(self) -> int | None:
+        """How many alternatives to report beside each prompt token, None for no log-probabilities of the prompt."""
+        return self.prompt_logprobs
 
     @property
     def include_usage(self) -> bool:

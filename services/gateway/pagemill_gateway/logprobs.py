@@ -30,10 +30,16 @@ def _chat_token(tokenizer: TextTokenizer, token_id: int, logprob: float) -> dict
     return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
 
 
-def completion_lists(tokenizer: TextTokenizer, entries: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
-    """Parallel lists, one item per token. ``tokens`` joined are the text: a token that completes no character is ""."""
+def completion_lists(
+    tokenizer: TextTokenizer, entries: Sequence[TokenLogprob], first_offset: int = 0
+) -> dict[str, list[Any]]:
+    """Parallel lists, one item per token. ``tokens`` joined are the text: a token that completes no character is "".
+
+    Args:
+        first_offset: where the entries' text begins in the answer's.
+    """
     return {
-        "text_offset": [entry.offset for entry in entries],
+        "text_offset": [first_offset + entry.offset for entry in entries],
         "token_logprobs": [finite(entry.logprob) for entry in entries],
         "tokens": [entry.piece for entry in entries],
         "top_logprobs": [

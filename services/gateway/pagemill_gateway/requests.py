@@ -14,9 +14,9 @@ from typing import Protocol
 from pagemill_gateway.choice import Choice, TokenLogprob
 from pagemill_gateway.errors import ApiError
 from pagemill_gateway.output import Output
+from pagemill_gateway.prompt import Prompt
 from pagemill_shared.messages import RequestFailure
 from pagemill_shared.sampling import SamplingParams
-from pagemill_shared.schema import Int32Array
 
 
 class Ending(Enum):
@@ -48,7 +48,6 @@ class GatewayRequest:
 
     Attributes:
         request_id: what people call it; not a key.
-        prompt_token_ids: [P]
         choices: [sampling.n] one per sequence.
         shown: how many of them the client gets to see.
         arrived: when the HTTP request came, on the client's clock.
@@ -58,7 +57,7 @@ class GatewayRequest:
     """
 
     request_id: str
-    prompt_token_ids: Int32Array
+    prompt: Prompt
     sampling: SamplingParams
     priority: int
     cache_salt: str

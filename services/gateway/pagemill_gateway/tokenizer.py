@@ -54,6 +54,16 @@ class TextTokenizer:
             del ids[0]
         return ids
 
+    def encode_word(self, word: str) -> list[list[int]]:
+        """The token sequences that write ``word``: as it is, and behind a blank."""
+        written = [self._encode(text, False) for text in (word, " " + word)]
+        return [ids for i, ids in enumerate(written) if ids and ids not in written[:i]]
+
+    @property
+    def bos(self) -> str | None:
+        """The token that the tokenizer puts before each text, None without such."""
+        return self.token_string(self._bos_token_id) if self._adds_bos and self._bos_token_id is not None else None
+
     def encode_chat(
         self,
         messages: Sequence[dict[str, Any]],

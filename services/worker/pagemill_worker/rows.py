@@ -82,6 +82,11 @@ class Rows:
         self.sampling.counts.count(slots[good], tokens[good])
         self.sampling.grammars.advance(slots[good], tokens[good])
 
+    def output_of(self, slot: int) -> Int32Array:
+        """The tokens that the slot's sequence has generated, as a view."""
+        output: Int32Array = self.tokens[slot, self.prompt_lengths[slot] : self.lengths[slot]]
+        return output
+
     def _append(self, slots: npt.NDArray[np.int64], tokens: Int32Array) -> None:
         columns = self.lengths[slots]
         if columns.size and columns.max() >= self.tokens.shape[1]:

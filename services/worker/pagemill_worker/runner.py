@@ -158,6 +158,7 @@ class Runner:
             row_of=batch.row_of,
             sequences=rows.sequences[owners],
             positions=rows.lengths[owners],
+            output_of=rows.output_of,
         )
         drawn = draw(logits, selection, rows.sampling)
         self._forward.append(drawn.tokens)

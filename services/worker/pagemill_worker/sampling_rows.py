@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.schema import Int32Array
 from pagemill_worker.grammar_rows import Bits, GrammarRows
 from pagemill_worker.penalties import PenaltyCounts
+from pagemill_worker.token_limits import TokenLimits
 
 GREEDY_BELOW = 1e-3
 """Lower temperatures are greedy: float sums differ by this much between batches, so that what such a temperature would
@@ -97,6 +99,7 @@ class SamplingRows:
         self.penalised = np.zeros(n, np.bool_)
         self._bias: dict[int, tuple[Indices, npt.NDArray[np.float32]]] = {}
         self._banned: dict[int, Indices] = {}
+        self.limits = TokenLimits(n, vocab_size)
         self.counts = PenaltyCounts(vocab_size, device)
 
     def join(self, slot: int, params: SamplingParams, prompt: Int32Array, outputs: Int32Array) -> None:
@@ -123,6 +126,7 @@ class SamplingRows:
             known = p.logit_bias_ids < self._vocab_size
             self._bias[slot] = (p.logit_bias_ids[known].astype(np.int64), p.logit_bias_values[known])
             self.biased[slot] = True
+        self.limits.join(slot, p)
         if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
             self.penalised[slot] = True
             self.counts.join(slot, prompt, outputs)
@@ -139,21 +143,30 @@ class SamplingRows:
             self._bias[child] = self._bias[parent]
         if parent in self._banned:
             self._banned[child] = self._banned[parent]
+        self.limits.fork(parent, child)
         self.grammars.fork(parent, child)
         self.counts.fork(parent, child)
 
     def release(self, slot: int) -> None:
         self._bias.pop(slot, None)
         self._banned.pop(slot, None)
+        self.limits.release(slot)
         self.grammars.release(slot)
         self.counts.release(slot)
         self.biased[slot] = self.penalised[slot] = False
         self.min_tokens[slot] = self.candidates[slot] = 0
 
     def select(
-        self, slots: Indices, outputs: Indices, row_of: Indices, sequences: Indices, positions: Indices
+        self,
+        slots: Indices,
+        outputs: Indices,
+        row_of: Indices,
+        sequences: Indices,
+        positions: Indices,
+        output_of: Callable[[int], Int32Array],
     ) -> SampleBatch:
-        """The pass over rows of logits that belong to ``slots`` [R], which have generated ``outputs`` [R] tokens."""
+        """The pass over rows of logits that belong to ``slots`` [R], which have generated ``outputs`` [R] tokens, those
+        that ``output_of`` gives."""
         random = np.flatnonzero(self.temperature[slots] > 0)
         penalised = np.flatnonzero(self.penalised[slots])
         biased = np.flatnonzero(self.biased[slots])
@@ -165,10 +178,16 @@ class SamplingRows:
         if constrained.size:
             masks = self.grammars.masks(slots[constrained])
             held = held[~self._must_end(slots, held, constrained, masks)]
-        special = (random, penalised, biased, held, beams, constrained)
+        allowing = np.flatnonzero(self.limits.allowing[slots])
+        if allowing.size:
+            constrained, masks = _merged(constrained, masks, allowing, self.limits.masks(slots[allowing]))
+        worded = np.flatnonzero(self.limits.worded[slots])
+        special = (random, penalised, biased, held, beams, constrained, worded)
         plain = not (any(rows.size for rows in special) or (logprobs >= 0).any())
         biases = [self._bias[slot] for slot in slots[biased].tolist()]
         bans = [self._banned[slot] for slot in slots[held].tolist()]
+        bans += [self.limits.banned(slot, output_of(slot)) for slot in slots[worded].tolist()]
+        held = np.concatenate((held, worded))
         edits = Edits(
             bias_rows=np.repeat(biased, [ids.size for ids, _ in biases]),
             bias_ids=np.concatenate([ids for ids, _ in biases]) if biases else _NO_INDICES,
@@ -206,3 +225,14 @@ class SamplingRows:
 
     def _known(self, ids: Int32Array) -> Indices:
         return ids[ids < self._vocab_size].astype(np.int64)
+
+
+def _merged(rows: Indices, masks: Bits, more: Indices, more_masks: Bits) -> tuple[Indices, Bits]:
+    """Two ascending sets of rows and the bits of what each may sample: a row of both may sample what both allow."""
+    if not rows.size:
+        return more, more_masks
+    both = np.union1d(rows, more)
+    bits = np.full((both.size, masks.shape[1]), 255, np.uint8)
+    bits[np.searchsorted(both, rows)] = masks
+    bits[np.searchsorted(both, more)] &= more_masks
+    return both, bits

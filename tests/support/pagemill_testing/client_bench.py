@@ -10,6 +10,7 @@ from pagemill_gateway.choice import Choice
 from pagemill_gateway.client import SchedulerClient
 from pagemill_gateway.detokenizer import Detokenizer
 from pagemill_gateway.output import Output
+from pagemill_gateway.prompt import Prompt
 from pagemill_gateway.requests import GatewayRequest
 from pagemill_gateway.stops import StopStrings
 from pagemill_shared.link import PeerLink
@@ -54,7 +55,7 @@ def request(
     choices = [Choice(i, [1, 2], Letters(), stops.finder() if stops else None, min_tokens, False) for i in range(n)]
     return GatewayRequest(
         request_id="r",
-        prompt_token_ids=np.array([1, 2], np.int32),
+        prompt=Prompt([1, 2]),
         sampling=SamplingParams(n=n),
         priority=0,
         cache_salt="",

@@ -70,6 +70,9 @@ class LiveServer:
     def get(self, path: str) -> httpx.Response:
         return self._clients[-1].get(path)
 
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self._clients[-1].post(path, json=body)
+
     def status(self, path: str) -> int | None:
         """Status code of a GET; None when nobody answers."""
         try:
@@ -156,6 +159,14 @@ class ServeCommand(LiveServer):
         children = Path(f"/proc/{self.serve.pid}/task/{self.serve.pid}/children").read_text().split()
         words = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children}
         return {line[-2].decode(): pid for pid, line in words.items() if len(line) > 1}
+
+    def memory_peaks(self) -> dict[str, int]:
+        """The most memory that each process has had so far, in bytes."""
+        peaks = {}
+        for name, pid in self.parts().items():
+            lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            peaks[name] = int(lines["VmHWM"].split()[0]) * 1024
+        return peaks
 
 
 class SeparateProcesses(LiveServer):

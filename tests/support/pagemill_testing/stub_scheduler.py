@@ -23,6 +23,7 @@ from pagemill_shared.messages import (
     GatewayWelcome,
     Heartbeat,
     HelloRequest,
+    PromptReport,
     RequestFailure,
     Resync,
     SequenceFinished,
@@ -96,6 +97,7 @@ class Running:
         self.script = script
         self.sent = [0] * submit.sampling.n
         self.open = set(range(submit.sampling.n))
+        self.reported = not submit.sampling.reports_prompt
         self._ended_here: set[int] = set()
 
     @property
@@ -105,7 +107,7 @@ class Running:
     def next_row(self, sequence: int) -> tuple[Row, list[int]] | None:
         """What comes next of a sequence, with its tokens."""
         script, start = self.script, self.sent[sequence]
-        output = script.output(sequence)
+        output = script.output(sequence) if self.submit.sampling.max_tokens else ()
         count = len(output) if script.scores else script.per_delivery
         new = list(output[start : start + count])
         ended = start + len(new) == len(output) and script.finish_of(sequence) is not FinishReason.NOT_FINISHED
@@ -121,6 +123,7 @@ class Running:
     def rewind(self) -> None:
         """All that it has produced is delivered again, ends included, save what the gateway ended."""
         self.sent = [0] * len(self.sent)
+        self.reported = not self.submit.sampling.reports_prompt
         self.open |= self._ended_here
         self._ended_here.clear()
 
@@ -320,12 +323,16 @@ class StubScheduler:
         tokens: list[int] = []
         packed: list[tuple[int, list[int], list[float]]] = []
         failures = []
+        reports = []
         for handle, running in list(gateway.running.items()):
             script = running.script
             if script.failure is not None:
                 failures.append(RequestFailure(handle, *script.failure))
                 del gateway.running[handle]
                 continue
+            if not running.reported:
+                running.reported = True
+                reports.append(prompt_report(running.submit))
             for sequence in sorted(running.open):
                 found = running.next_row(sequence)
                 if found is None:
@@ -338,7 +345,7 @@ class StubScheduler:
             if not running.open:
                 del gateway.running[handle]
         if rows or failures:
-            self._send_delivery(route, gateway, rows, tokens, packed, failures)
+            self._send_delivery(route, gateway, rows, tokens, packed, failures, reports)
 
     def _send_delivery(
         self,
@@ -348,6 +355,7 @@ class StubScheduler:
         tokens: list[int],
         packed: list[tuple[int, list[int], list[float]]],
         failures: list[RequestFailure],
+        reports: list[PromptReport],
     ) -> None:
         columns = np.array([[r.handle, r.sequence, r.offset, r.count, r.finish] for r in rows], np.int32).reshape(-1, 5)
         delivery = Delivery(
@@ -369,6 +377,7 @@ class StubScheduler:
                 values=np.array([v for _, _, values in packed for v in values], np.float32),
             ),
             failures=tuple(failures),
+            reports=tuple(reports),
         )
         if self._drop_next:
             self._drop_next = 0
@@ -387,7 +396,26 @@ class StubScheduler:
             failures = [RequestFailure(handle, *failure) for handle in gateway.running]
             gateway.running.clear()
             if failures:
-                self._send_delivery(route, gateway, [], [], [], failures)
+                self._send_delivery(route, gateway, [], [], [], failures, [])
 
     def _send(self, route: bytes, message: Message) -> None:
         self._channel.send(route, message)
+
+
+def prompt_report(submit: SubmitRequest) -> PromptReport:
+    """What the stub tells of a prompt: token p has the log-probability -p / 8, and the rank p; the alternatives are the
+    tokens from 3 on, each a quarter less likely than the one before. The hidden states are (1, its length)."""
+    prompt, sampling = submit.prompt_token_ids, submit.sampling
+    logprobs = TokenLogprobs()
+    if sampling.prompt_logprobs is not None:
+        positions = np.arange(1, len(prompt), dtype=np.int32)
+        alternatives = np.arange(sampling.prompt_logprobs, dtype=np.int32)
+        logprobs = TokenLogprobs(
+            rows=positions - 1,
+            counts=np.full(len(positions), 1 + len(alternatives), np.int32),
+            ranks=positions,
+            token_ids=np.array([[token, *(3 + alternatives)] for token in prompt[1:]], np.int32).ravel(),
+            values=np.array([[-p / 8, *(-alternatives / 4)] for p in positions], np.float32).ravel(),
+        )
+    pooled = np.array([1, len(prompt)] if sampling.pooling else [], np.float32)
+    return PromptReport(submit.handle, 0, len(prompt), logprobs, pooled)
