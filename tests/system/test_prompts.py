@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,8 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(cache: Path) -> Iterator[Reference]:
-    yield Reference(cache)
+def reference(cache: Path) -> Reference:
+    return Reference(cache)
 
 
 def echo(server: ServeCommand, prompt: Any, **body: Any) -> dict[str, Any]:
@@ -79,5 +78,4 @@ def test_a_long_prompt_with_logprobs_takes_little_memory(server: ServeCommand) -
     choice = echo(server, ids, logprobs=5)
     assert len(choice["logprobs"]["token_logprobs"]) == 4000
     grown = {name: server.memory_peaks()[name] - size for name, size in before.items()}
-    print(f"grown: { ({name: f'{size / 2**20:.0f} MiB' for name, size in grown.items()}) }")
     assert sum(grown.values()) < 300 * 2**20, grown
