@@ -1,4 +1,4 @@
-"""What the whole server tells of prompts, against transformers' log-softmax over the same weights (cases 18, 20, 82)."""
+"""What the whole server tells of prompts, against transformers over the same weights (cases 18, 20, 82)."""
 
 from __future__ import annotations
 
