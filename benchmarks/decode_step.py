@@ -1,6 +1,6 @@
 """What a decode iteration of the whole worker costs: real plans, the bundled model, sampling included.
 
-    python benchmarks/decode_step.py [--quick] [--json] [--quantization none,int8] [--threads 1]
+    python benchmarks/decode_step.py [--quick] [--json] [--quantization none,int8,gguf] [--threads 1]
 
 Every row has `context` tokens whose keys and values are taken as computed. A step is `Runner.execute` of a plan that
 decodes all rows greedily. Reported: median time by the clock and median processor time of the calling thread (all of
@@ -65,14 +65,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    parser.add_argument("--quantization", default="none,int8", help="comma-separated: none, int8")
+    parser.add_argument("--quantization", default="none,int8,gguf", help="comma-separated")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     steps = 12 if arguments.quick else 60
     cases: list[dict[str, object]] = []
     for quantization in arguments.quantization.split(","):
         settings = WorkerSettings(
-            quantization=cast(Literal["none", "int8"], quantization),
+            quantization=cast(Literal["none", "int8", "gguf"], quantization),
             num_threads=arguments.threads,
             num_kv_blocks=2048,
             num_swap_blocks=0,

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pagemill_kernels.blocks import BlockMatrix
+
 PADDING_BLOCK = 0
-Quantization = Literal["none", "int8"]
-"""How a product stores its weights: as they are, or in 8 bits with one scale per output."""
+Quantization = Literal["none", "int8", "gguf"]
+"""How products store their weights: as they are, in 8 bits with one scale per output, or in a GGUF file's own blocks
+where it has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,11 @@ class Kernels(ABC, Generic[Step]):
     ) -> Callable[[Tensor, Tensor | None], Linear] | None:
         """What makes this set's own product of weight [out, in] and bias [out], which are of ``dtype``; None where it
         has none: torch's do without quantisation."""
+        return None
+
+    def block_linear(self, dtype: torch.dtype) -> Callable[[BlockMatrix, Tensor | None], Linear] | None:
+        """What makes this set's product of weights in GGUF's blocks and a bias, for inputs of ``dtype``; None where it
+        has none."""
         return None
 
     @abstractmethod

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pagemill_kernels.blocks import BlockMatrix
 from pagemill_kernels.interface import Kernels, Linear, Quantization
 
 
@@ -65,19 +66,27 @@ class LinearFactory:
         quantization: Quantization = "none",
     ) -> None:
         make: Callable[[Tensor, Tensor | None], Linear] | None = None
+        make_blocks: Callable[[BlockMatrix, Tensor | None], Linear] | None = None
         if kernels is not None:
-            make = kernels.own_linear(dtype, quantization)
-        if make is None and quantization != "none":
+            make = kernels.own_linear(dtype, "int8" if quantization == "int8" else "none")
+            make_blocks = kernels.block_linear(dtype)
+        if {"none": False, "int8": make is None, "gguf": make_blocks is None}[quantization]:
             own = "no kernels" if kernels is None else f"the {kernels.name} kernels"
             raise ValueError(f"{own} have no {quantization} product for {str(dtype).removeprefix('torch.')}")
         if make is None:
             packing = device.type == "cpu" and dtype == torch.float32 and _packing_works()
             make = PackedLinear if packing else TorchLinear
-        self._make = make
+        self._make, self._make_blocks = make, make_blocks
         self.name = make(torch.zeros(1, 1, dtype=dtype, device=device), None).name
+        if quantization == "gguf":
+            self.name = "gguf"
 
-    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def __call__(self, weight: Tensor | BlockMatrix, bias: Tensor | None = None) -> Linear:
         """A linear of weight [out, in] and bias [out] or None."""
+        if isinstance(weight, BlockMatrix):
+            if self._make_blocks is None:
+                raise ValueError("no kernels here multiply GGUF's blocks")
+            return self._make_blocks(weight, bias)
         return self._make(weight, bias)
 
 

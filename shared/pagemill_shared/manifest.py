@@ -9,6 +9,8 @@ defaults from it without torch, the worker reads the weights.
     tokenizer.json, tokenizer_config.json
     chat_template.jinja      absent when the model has no template
     *.safetensors            weights
+    model.gguf-blocks        where a GGUF file stores matrices in blocks of few bits: these blocks, which
+                             `--quantization gguf` computes with, in the format of safetensors
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pagemill_shared.errors import ConfigurationError
 
 MANIFEST_NAME = "pagemill.json"
+BLOCKS_NAME = "model.gguf-blocks"
 FORMAT = 1
 
 

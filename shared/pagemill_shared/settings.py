@@ -232,10 +232,11 @@ class ExecutionSettings(SettingsGroup):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="weights and activations")
-    quantization: Literal["none", "int8"] = Field(
+    quantization: Literal["none", "int8", "gguf"] = Field(
         "none",
-        description="how matrix products are computed; int8 (CPU, float32): 8-bit weights with a scale per output, "
-        "inputs with a scale per token",
+        description="how matrix products are computed (others than none: on a CPU, in float32); int8: 8-bit weights "
+        "with a scale per output, inputs with a scale per token; gguf: a GGUF file's own blocks, inputs with a scale "
+        "per 32",
     )
     max_model_len: int | None = Field(
         None, ge=1, le=4_194_304, description="longest sequence in tokens; the model's own limit by default"

@@ -12,10 +12,12 @@ import pytest
 import torch
 from pagemill_testing.cpu_kernels import compiled, isa_names
 from pagemill_testing.plan_driver import PlanDriver
+from pagemill_testing.tiny_gguf import Kind, TinyGguf
 from pagemill_testing.tiny_models import VOCAB, greedy, save, tiny_llama
 from tokenizers import Tokenizer, models
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from pagemill_kernels.interface import AttentionBatch
 from pagemill_shared.codec import decode, encode
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.sampling import SamplingParams
@@ -147,9 +149,29 @@ def test_int8_products_serve_when_asked_for(source: Path, tmp_path: Path) -> Non
     assert all(len(mate.outputs) == 6 for mate in mates)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_1], ids=lambda kind: kind.name)
+def test_blocks_of_a_gguf_file_serve_when_asked_for(kind: Kind, tied: bool, tmp_path: Path) -> None:
+    file = TinyGguf(kind=kind, tied=tied).write(tmp_path / "tiny.gguf")
+    tokens, positions = torch.arange(100, 120), torch.arange(20)
+    logits = []
+    for quantization in ("none", "gguf"):
+        runner, hello = load_worker(settings(file, tmp_path, quantization=quantization), Reports())
+        batch = AttentionBatch(torch.tensor([0, 20]), torch.tensor([20]), torch.tensor([[1, 2]]), positions + 16, 0)
+        step = runner.kernels.prepare(batch, runner.cache.pool)
+        hidden = runner.model.forward(tokens, positions, runner.cache.pool, runner.kernels, step)
+        logits.append(runner.model.logits(hidden))
+    assert hello.kernels == f"cpu-{isa_names()[0]}+gguf"
+    exact, blocks = logits
+    error = float((blocks - exact).norm() / exact.norm())
+    assert 0 < error < 0.05
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"quantization": "gguf"}, "--quantization gguf needs a model from a GGUF file"),
+        ({"quantization": "gguf", "dtype": "bfloat16"}, "--quantization gguf: .* no gguf product for bfloat16"),
         ({"quantization": "int8", "dtype": "bfloat16"}, "--quantization int8: .* no int8 product for bfloat16"),
         ({"max_model_len": 257}, "--max-model-len 257 is more than the 256 tokens"),
         ({"num_kv_blocks": 2**31 - 1}, r"GiB \(--num-kv-blocks: 2147483647 blocks .* does not fit into"),

@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pagemill_kernels.blocks import BlockMatrix
 from pagemill_kernels.cpu.library import DTYPES, Batch
-from pagemill_kernels.cpu.linear import Int8Linear, PackedLinear
+from pagemill_kernels.cpu.linear import BlockLinear, Int8Linear, PackedLinear
 from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels, Linear, Quantization
 from pagemill_kernels.reference import TorchKernels, TorchStep
 
@@ -165,6 +166,9 @@ class CpuKernels(Kernels[CpuStep]):
         if dtype != torch.float32:
             return None
         return partial(Int8Linear if quantization == "int8" else PackedLinear, self._library)
+
+    def block_linear(self, dtype: torch.dtype) -> Callable[[BlockMatrix, Tensor | None], Linear] | None:
+        return partial(BlockLinear, self._library) if dtype == torch.float32 else None
 
     def copy_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> int:
         on_cpu = source.device.type == destination.device.type == pairs.device.type == "cpu"

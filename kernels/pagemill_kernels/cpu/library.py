@@ -60,6 +60,13 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "pm_int8_row_bytes": (c_int64, [c_int64]),
     "pm_int8_pack": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32]),
     "pm_int8_linear": (None, [c_void_p, *[c_int64] * 4, *[c_void_p] * 7, c_int32]),
+    "pm_blocks_columns": (c_int64, []),
+    "pm_blocks_row_bytes": (c_int64, [c_int64]),
+    "pm_blocks_pack": (None, [c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int32]),
+    "pm_blocks_linear": (
+        None,
+        [c_void_p, *[c_int64] * 4, c_int32, *[c_void_p] * 4, c_int64, c_void_p, c_int32],
+    ),
     "pm_copy_blocks": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32]),
 }
 

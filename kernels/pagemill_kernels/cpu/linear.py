@@ -11,14 +11,15 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from pagemill_kernels.blocks import BLOCK_BYTES, BLOCK_KINDS, BLOCK_SIZE, BlockMatrix
 from pagemill_kernels.interface import Linear
 
 
 class CompiledLinear(Linear):
     """What products of float32 inputs have in common."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._outputs, self._inputs = weight.shape
+    def __init__(self, outputs: int, inputs: int, bias: Tensor | None) -> None:
+        self._outputs, self._inputs = outputs, inputs
         self._bias = None if bias is None else bias.contiguous()
         self._bias_address = None if self._bias is None else self._bias.data_ptr()
 
@@ -42,7 +43,7 @@ class PackedLinear(CompiledLinear):
     name = "packed"
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
+        super().__init__(weight.shape[0], weight.shape[1], bias)
         columns = library.pm_linear_columns()
         self._run = library.pm_linear
         self._packed = torch.empty(-(-self._outputs // columns), self._inputs, columns)
@@ -75,7 +76,7 @@ class Int8Linear(CompiledLinear):
     name = "int8"
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
+        super().__init__(weight.shape[0], weight.shape[1], bias)
         columns = library.pm_linear_columns()
         self._run = library.pm_int8_linear
         self._row_bytes = library.pm_int8_row_bytes(self._inputs)
@@ -101,3 +102,53 @@ class Int8Linear(CompiledLinear):
             workspace.data_ptr(),
             torch.get_num_threads(),
         )
+
+
+class BlockLinear(CompiledLinear):
+    """Weights in a GGUF file's own blocks; inputs are brought to 8 bits with one scale for every 32 of a row.
+
+    Computes what `pagemill_kernels.blocks.block_product` does, with exact integer sums within a block. A row with an
+    element that is not finite gives outputs that are not finite.
+    """
+
+    name = "gguf"
+
+    def __init__(self, library: ctypes.CDLL, weight: BlockMatrix, bias: Tensor | None) -> None:
+        super().__init__(sum(part.outputs for part in weight.parts), weight.parts[0].inputs, bias)
+        columns = library.pm_blocks_columns()
+        self._run = library.pm_blocks_linear
+        self._row_bytes = library.pm_blocks_row_bytes(self._inputs)
+        self._parts: list[tuple[int, int, int, Tensor]] = []
+        """Of each: its first output, outputs, number of its format, and packed weights."""
+        first = 0
+        for part in weight.parts:
+            padded = -(-part.outputs // columns) * columns
+            packed = torch.empty(padded * self._inputs // BLOCK_SIZE * BLOCK_BYTES[part.kind], dtype=torch.uint8)
+            kind, data = BLOCK_KINDS.index(part.kind), part.data.contiguous()
+            sizes = part.outputs, self._inputs
+            library.pm_blocks_pack(kind, data.data_ptr(), *sizes, packed.data_ptr(), torch.get_num_threads())
+            self._parts.append((first, part.outputs, kind, packed))
+            first += part.outputs
+
+    def _compute(self, x: Tensor, added: int | None, out: Tensor) -> None:
+        workspace = torch.empty(x.shape[0] * self._row_bytes, dtype=torch.uint8)
+        for first, outputs, kind, packed in self._parts:
+            self._run(
+                x.data_ptr(),
+                x.stride(0),
+                x.shape[0],
+                outputs,
+                self._inputs,
+                kind,
+                packed.data_ptr(),
+                _moved(self._bias_address, first),
+                _moved(added, first),
+                out.data_ptr() + 4 * first,
+                self._outputs,
+                workspace.data_ptr(),
+                torch.get_num_threads(),
+            )
+
+
+def _moved(address: int | None, floats: int) -> int | None:
+    return None if address is None else address + 4 * floats

@@ -98,7 +98,7 @@ def _model(
     """Refused before it is read where it cannot fit: a system that promises more memory than it has would end the
     process in the middle."""
     asked, free = weights_bytes(folder, dtype), memory.free_memory(device)
-    if settings.quantization == "int8":
+    if settings.quantization != "none":
         asked //= dtype.itemsize
     too_large = ConfigurationError(
         f"the weights of {name} ({asked / memory.GIB:.2f} GiB as {_name(dtype)}, --quantization "

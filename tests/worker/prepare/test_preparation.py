@@ -86,6 +86,7 @@ def test_the_folder_holds_ordinary_files_and_the_manifest(gguf: Path, cache: Pat
         MANIFEST_NAME,
         "config.json",
         "generation_config.json",
+        "model.gguf-blocks",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",

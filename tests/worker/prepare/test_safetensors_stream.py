@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save_file
 
 from pagemill_shared.errors import ConfigurationError
-from pagemill_worker.prepare.safetensors_stream import FloatTensor, encode, read_shapes
+from pagemill_worker.prepare.safetensors_stream import StreamedTensor, encode, read_shapes
 
 SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 
@@ -22,7 +22,7 @@ def test_the_safetensors_package_reads_what_is_written(shapes: dict[str, tuple[i
         name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items() if name != "__metadata__"
     }
     tensors = [
-        FloatTensor(name, array.shape, [array.reshape(-1)[i : i + cut] for i in range(0, array.size, cut)])
+        StreamedTensor(name, array.shape, [array.reshape(-1)[i : i + cut] for i in range(0, array.size, cut)])
         for name, array in values.items()
     ]
     content = b"".join(encode(tensors))
@@ -35,14 +35,14 @@ def test_the_safetensors_package_reads_what_is_written(shapes: dict[str, tuple[i
 def test_nothing_is_held_but_one_chunk() -> None:
     """A terabyte of tensor, of which two chunks are taken."""
     chunk = np.zeros((1, 1 << 20), np.float32)
-    pieces = encode([FloatTensor("w", (1 << 18, 1 << 20), (chunk for _ in range(1 << 18)))])
+    pieces = encode([StreamedTensor("w", (1 << 18, 1 << 20), (chunk for _ in range(1 << 18)))])
     next(pieces)
     assert len(next(pieces)) == len(next(pieces)) == 4 << 20
 
 
 def test_chunks_that_do_not_fill_the_shape_are_a_fault() -> None:
     with pytest.raises(AssertionError, match=r"w: 8 bytes for shape \(3,\)"):
-        b"".join(encode([FloatTensor("w", (3,), [np.zeros(2, np.float32)])]))
+        b"".join(encode([StreamedTensor("w", (3,), [np.zeros(2, np.float32)])]))
 
 
 def test_shapes_are_read(tmp_path: Path) -> None:

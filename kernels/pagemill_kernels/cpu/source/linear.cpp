@@ -67,7 +67,7 @@ EXPORT void pm_linear_pack(const float* weight, int64_t outputs, int64_t inputs,
 EXPORT void pm_linear(const float* x, int64_t x_stride, int64_t rows, int64_t outputs, int64_t inputs,
                       const float* packed, const float* bias, const float* added, float* out, int32_t threads) {
   const Product p{x, x_stride, outputs, inputs, packed, bias, added, out};
-  for_each_tile(threads, rows, outputs, inputs, [&](int64_t height, int64_t panel, int64_t row) {
+  for_each_tile<kRows>(threads, rows, outputs, inputs, [&](int64_t height, int64_t panel, int64_t row) {
     Tiles<kRows>::of[height - 1](p, panel, row);
   });
 }

@@ -3,9 +3,8 @@
 //
 // Inputs are taken in groups, as many as an instruction multiplies and adds up per lane: four where the CPU has dot
 // products of bytes, else two, which are widened to 16 bits (products of bytes that saturate would not be exact).
-#include <cmath>
-
 #include "panels.h"
+#include "quantise.h"
 
 namespace {
 
@@ -96,36 +95,12 @@ typedef void (*tile_fn)(const Product&, int64_t, int64_t);
 template <int N, int... M> struct Tiles : Tiles<N - 1, N, M...> {};
 template <int... M> struct Tiles<0, M...> { static constexpr tile_fn of[] = {tile<M>...}; };
 
-// The scale with which the largest element becomes 127. A row that is not finite gets a scale that is not: its outputs
-// then are not finite either.
-float scale_of(const float* x, int64_t count) {
-  vf most = {}, faults = {};
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) {
-    const vf v = load(x + i);
-    most = larger(larger(v, -v), most);
-    faults += v * 0.0f;
-  }
-  float peak = largest(most), fault = sum(faults);
-  for (; i < count; ++i) {
-    peak = std::fmax(peak, std::fabs(x[i]));
-    fault += x[i] * 0.0f;
-  }
-  return peak / 127.0f + fault;
-}
-
-INLINE int32_t quantised(float x, float inverse) {
-  const float v = x * inverse;
-  return v >= 127.0f ? 127 : v > -127.0f ? (int32_t)std::nearbyint(v) : -127;
-}
-
 void quantise(const float* x, int64_t inputs, input_t* to, float* scale) {
   *scale = scale_of(x, inputs);
-  const float inverse = *scale > 0 ? 1.0f / *scale : 0.0f;
+  const float inverse = inverse_of(*scale);
   int64_t i = 0;
   for (; i + LANES <= inputs; i += LANES) {
-    const vf v = smaller(larger(load(x + i) * inverse, splat(-127.0f)), splat(127.0f)) + 12582912.0f;
-    const vi q = (vi)v - 0x4b400000 + kShift;
+    const vi q = quantised(load(x + i), inverse) + kShift;
     typedef input_t vq __attribute__((vector_size(LANES * sizeof(input_t))));
     typedef input_t vq_loose __attribute__((vector_size(LANES * sizeof(input_t)), aligned(1), may_alias));
     *(vq_loose*)(to + i) = __builtin_convertvector(q, vq);
@@ -157,7 +132,7 @@ EXPORT void pm_int8_pack(const float* weight, int64_t outputs, int64_t inputs, i
       if (output >= outputs) continue;
       const float* row = weight + output * inputs;
       const float scale = scales[output] = scale_of(row, inputs);
-      const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+      const float inverse = inverse_of(scale);
       for (int64_t k = 0; k < inputs; ++k) {
         const int32_t q = quantised(row[k], inverse);
         to[(k / kGroup * kColumns + c) * kGroup + k % kGroup] = (int8_t)q;
@@ -178,7 +153,7 @@ EXPORT void pm_int8_linear(const float* x, int64_t x_stride, int64_t rows, int64
     quantise(x + row * x_stride, inputs, inputs8 + row * groups * kGroup, x_scales + row);
   });
   const Product p{inputs8, x_scales, outputs, groups, packed, scales, bias, added, shifts, out};
-  for_each_tile(threads, rows, outputs, inputs, [&](int64_t height, int64_t panel, int64_t row) {
+  for_each_tile<kRows>(threads, rows, outputs, inputs, [&](int64_t height, int64_t panel, int64_t row) {
     Tiles<kRows>::of[height - 1](p, panel, row);
   });
 }

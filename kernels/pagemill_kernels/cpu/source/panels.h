@@ -7,12 +7,12 @@
 constexpr int kVectors = LANES == 4 ? 4 : 2;  // vectors side by side in a panel
 constexpr int64_t kColumns = kVectors * LANES;
 constexpr int kRows = LANES == 16 ? 14 : 6;   // rows at a time: sums, panel and factor fill the registers
-constexpr int64_t kBlockRows = 16 * kRows;    // rows whose inputs stay in cache while panels pass
 constexpr int64_t kProductsPerThread = 1 << 18;  // below which another thread does not pay
 
-// Calls tile(height, panel, row) for all tiles of at most kRows rows. Threads take a few panels at a time, so that one
+// Calls tile(height, panel, row) for all tiles of at most Rows rows. Threads take a few panels at a time, so that one
 // that is slowed by other processes takes fewer.
-template <class Tile> void for_each_tile(int threads, int64_t rows, int64_t outputs, int64_t inputs, Tile&& tile) {
+template <int Rows, class Tile> void for_each_tile(int threads, int64_t rows, int64_t outputs, int64_t inputs, Tile&& tile) {
+  constexpr int64_t kBlockRows = 16 * Rows;  // rows whose inputs stay in cache while panels pass
   const int64_t panels = (outputs + kColumns - 1) / kColumns, blocks = (rows + kBlockRows - 1) / kBlockRows;
   if (rows * outputs * inputs < 2 * kProductsPerThread) threads = 1;
   int64_t group = threads == 1 ? panels : panels / (threads * 6);
@@ -21,7 +21,7 @@ template <class Tile> void for_each_tile(int threads, int64_t rows, int64_t outp
   for_each(threads, groups * blocks, [&](int64_t item, int) {
     const int64_t begin = item % groups * group, end = begin + group < panels ? begin + group : panels;
     const int64_t top = item / groups * kBlockRows, bottom = top + kBlockRows < rows ? top + kBlockRows : rows;
-    const int64_t tiles = (bottom - top + kRows - 1) / kRows, height = (bottom - top + tiles - 1) / tiles;
+    const int64_t tiles = (bottom - top + Rows - 1) / Rows, height = (bottom - top + tiles - 1) / tiles;
     for (int64_t panel = begin; panel < end; ++panel)
       for (int64_t row = top; row < bottom; row += height)
         tile(bottom - row < height ? bottom - row : height, panel, row);

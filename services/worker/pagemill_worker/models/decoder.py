@@ -77,7 +77,11 @@ class DecoderModel:
         self._layers = [load.layer(index) for index in range(len(c.layers))]
         self._norm = load.norm("model.norm")
         # A checkpoint that says its head is tied may still carry a copy of it, which transformers ignores, too.
-        self._head = make(self._embedding if c.tie_word_embeddings else weights.take("lm_head.weight", embedding_shape))
+        head = "model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"
+        if (blocks := weights.blocks([head], [embedding_shape])) is not None:
+            self._head = make(blocks)
+        else:
+            self._head = make(self._embedding if c.tie_word_embeddings else weights.take(head, embedding_shape))
         weights.refuse_unread([*HARMLESS, *(["lm_head.weight"] if c.tie_word_embeddings else [])])
         self._rotary = {
             rope: rotary_tables(rope, max_model_len, dtype, device)
@@ -191,7 +195,8 @@ class _Loader:
         if len(names) == 1:
             outs = [sum(outs)]
         modules = [f"{prefix}.{name}" for name in names]
-        weight = self._weights.fuse([f"{module}.weight" for module in modules], [(out, inputs) for out in outs])
+        matrix = [f"{module}.weight" for module in modules], [(out, inputs) for out in outs]
+        weight = self._weights.blocks(*matrix) or self._weights.fuse(*matrix)
         if not has_bias:
             return self._make(weight)
         return self._make(

@@ -58,7 +58,13 @@ def load_model(
     architectures = config.get("architectures") or ["an unnamed architecture"]
     describe = next((ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES), None)
     if describe is not None:
-        return DecoderModel(describe(config), Weights(folder, dtype, device), max_model_len, dtype, device, make)
+        weights = Weights(folder, dtype, device, blocks=quantization == "gguf")
+        return DecoderModel(describe(config), weights, max_model_len, dtype, device, make)
+    if quantization == "gguf":
+        raise ConfigurationError(
+            f"--quantization gguf: architecture {', '.join(map(str, architectures))} does not run on blocks; those "
+            f"that do are {', '.join(ARCHITECTURES)}"
+        )
     # Here and not above: importing transformers' models takes seconds.
     from pagemill_worker.models.general import load_general
     from pagemill_worker.models.paged_attention import UnsupportedError

@@ -11,7 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pagemill_kernels.blocks import BLOCK_KINDS, BlockKind, BlockMatrix, BlockPart
 from pagemill_shared.errors import ConfigurationError
+from pagemill_shared.manifest import BLOCKS_NAME
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -30,9 +32,16 @@ def weights_bytes(folder: Path, dtype: torch.dtype) -> int:
 
 
 class Weights:
-    """Tensors by name. Every tensor is checked against the shape that the configuration calls for."""
+    """Tensors by name. Every tensor is checked against the shape that the configuration calls for.
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        blocks: whether `blocks` has what a GGUF file stored so.
+
+    Raises:
+        ConfigurationError: no weights are there, or no blocks although they are asked for.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, blocks: bool = False) -> None:
         self._folder = folder
         self._dtype, self._device = dtype, device
         self._files: dict[str, Any] = {}
@@ -45,6 +54,16 @@ class Weights:
             names: list[str] = list(file.keys())
             for name in names:
                 self._files[name] = file
+        self._blocks: Any = None
+        self._kinds: dict[str, BlockKind] = {}
+        if blocks:
+            if not (folder / BLOCKS_NAME).is_file():
+                raise ConfigurationError(
+                    "--quantization gguf needs a model from a GGUF file that stores matrices in blocks of few bits; "
+                    "for others there is --quantization int8"
+                )
+            self._blocks = _open(folder / BLOCKS_NAME)
+            self._kinds = {name: kind for name, kind in self._blocks.metadata().items() if kind in BLOCK_KINDS}
 
     def take(self, name: str, shape: Sequence[int]) -> Tensor:
         """The tensor ``name`` in the chosen dtype and on the chosen device: a copy, so that no file stays mapped.
@@ -65,6 +84,22 @@ class Weights:
             first += part.shape[0]
         return fused
 
+    def blocks(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> BlockMatrix | None:
+        """What `fuse` returns, as blocks; None where they were not asked for, or not all of these matrices have them.
+
+        Raises:
+            ConfigurationError: one is of another shape.
+        """
+        if not all(name in self._kinds for name in names):
+            return None
+        parts = []
+        for name, shape in zip(names, shapes, strict=True):
+            part = BlockPart(self._kinds[name], self._blocks.get_tensor(name))
+            self._check_shape(name, (part.outputs, part.inputs), shape)
+            self._read_names.add(name)
+            parts.append(part)
+        return BlockMatrix(tuple(parts))
+
     def refuse_unread(self, harmless: Sequence[str]) -> None:
         """Raises ConfigurationError where a tensor was not asked for: the model has a part that would be left out.
 
@@ -84,16 +119,19 @@ class Weights:
             raise ConfigurationError(f"{self._folder}: the weights lack the tensor {name}")
         self._read_names.add(name)
         tensor: Tensor = file.get_tensor(name)
-        if tuple(tensor.shape) != tuple(shape):
-            raise ConfigurationError(
-                f"{self._folder}: tensor {name} has shape {tuple(tensor.shape)}, config.json calls for {tuple(shape)}"
-            )
+        self._check_shape(name, tensor.shape, shape)
         if tensor.dtype not in SUPPORTED_DTYPES:
             raise ConfigurationError(
                 f"{self._folder}: tensor {name} is {str(tensor.dtype).removeprefix('torch.')}; "
                 "supported are float32, float16, bfloat16"
             )
         return tensor
+
+    def _check_shape(self, name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+        if tuple(found) != tuple(wanted):
+            raise ConfigurationError(
+                f"{self._folder}: tensor {name} has shape {tuple(found)}, config.json calls for {tuple(wanted)}"
+            )
 
 
 def _open(path: Path) -> Any:

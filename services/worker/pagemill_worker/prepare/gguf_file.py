@@ -62,6 +62,12 @@ class GgufTensor:
     """uint8, [rows, bytes of one row], a view into the mapped file. A row is the last dimension; of a vector that is
     not quantised in blocks, it is one element."""
 
+    def stored_rows(self, order: npt.NDArray[np.intp] | None = None) -> Iterator[npt.NDArray[np.uint8]]:
+        """The tensor's rows as they are in the file, in the chunks and the order of `rows`."""
+        step = max(1, _CHUNK_ELEMENTS * len(self.data) // math.prod(self.shape))
+        for start in range(0, len(self.data), step):
+            yield self.data[start : start + step] if order is None else self.data[order[start : start + step]]
+
     def rows(self, order: npt.NDArray[np.intp] | None = None) -> Iterator[npt.NDArray[np.float32]]:
         """The tensor's rows as float32 chunks [rows, elements], a few MiB each.
 
@@ -71,9 +77,7 @@ class GgufTensor:
         Raises:
             ConfigurationError: a value is infinite or not a number.
         """
-        step = max(1, _CHUNK_ELEMENTS * len(self.data) // math.prod(self.shape))
-        for start in range(0, len(self.data), step):
-            stored = self.data[start : start + step] if order is None else self.data[order[start : start + step]]
+        for stored in self.stored_rows(order):
             with np.errstate(all="ignore"):  # damaged scales overflow, which is looked for below
                 # A copy where it is a view of the file: its offset need not be a multiple of the item size.
                 chunk = dequantize(np.array(stored), self.kind)

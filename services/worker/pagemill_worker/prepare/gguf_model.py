@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pagemill_shared.errors import ConfigurationError
+from pagemill_shared.manifest import BLOCKS_NAME
 from pagemill_worker.prepare.gguf_architecture import architecture_of, map_tensors, model_config
+from pagemill_worker.prepare.gguf_blocks import block_kind, kept_blocks
 from pagemill_worker.prepare.gguf_file import GgufFile
 from pagemill_worker.prepare.gguf_metadata import Metadata
 from pagemill_worker.prepare.gguf_tokenizer import read_tokenizer
-from pagemill_worker.prepare.safetensors_stream import FloatTensor, encode
+from pagemill_worker.prepare.safetensors_stream import StreamedTensor, encode
 from pagemill_worker.prepare.workspace import Workspace
 
 
 def prepare_gguf(file: GgufFile, space: Workspace) -> None:
-    """Writes configuration, tokenizer, templates and float32 weights.
+    """Writes configuration, tokenizer, templates and float32 weights, and the blocks of quantised matrices.
 
     Raises:
         ConfigurationError: the file is damaged, holds what is not supported, or there is no space for the weights.
@@ -24,8 +26,10 @@ def prepare_gguf(file: GgufFile, space: Workspace) -> None:
     tokens = len(file.metadata["tokenizer.ggml.tokens"])
     if tokens > config["vocab_size"]:
         raise ConfigurationError(f"{file.path} is damaged: {tokens} tokens, but {config['vocab_size']} embeddings")
-    tensors = [FloatTensor(entry.name, entry.source.shape, entry.rows()) for entry in mapped]
-    size = sum(tensor.nbytes for tensor in tensors)
+    tensors = [StreamedTensor(entry.name, entry.source.shape, entry.rows()) for entry in mapped]
+    kinds = {entry.name: kind for entry in mapped if (kind := block_kind(entry.source)) is not None}
+    blocks = [kept_blocks(entry, kinds[entry.name]) for entry in mapped if entry.name in kinds]
+    size = sum(tensor.nbytes for tensor in (*tensors, *blocks))
 
     space.reserve(size)
     space.write_json("config.json", config)
@@ -35,6 +39,8 @@ def prepare_gguf(file: GgufFile, space: Workspace) -> None:
     space.write_templates(tokenizer.templates)
     space.begin("converting the weights to float32", size)
     space.write("model.safetensors", encode(tensors))
+    if blocks:
+        space.write(BLOCKS_NAME, encode(blocks, kinds))
 
 
 def _generation_config(file: GgufFile) -> dict[str, object]:

@@ -16,7 +16,7 @@ from pagemill_worker.prepare.facts import read_facts
 from pagemill_worker.prepare.sources import Source, find_source
 from pagemill_worker.prepare.workspace import Report, Workspace
 
-REVISION = 1
+REVISION = 3
 """Of what this package writes: a folder that another revision wrote is prepared anew."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

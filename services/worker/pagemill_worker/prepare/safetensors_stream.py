@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,38 +19,43 @@ import numpy.typing as npt
 
 from pagemill_shared.errors import ConfigurationError
 
+_FLOAT32: np.dtype[Any] = np.dtype("<f4")
+_CODES: dict[np.dtype[Any], str] = {_FLOAT32: "F32", np.dtype(np.uint8): "U8"}
 _ALIGNMENT = 8
 _MAX_HEADER = 100_000_000  # bytes; the limit of the reference implementation
 
 
 @dataclass(frozen=True, slots=True)
-class FloatTensor:
-    """A float32 tensor to write."""
+class StreamedTensor:
+    """A tensor to write."""
 
     name: str
     shape: tuple[int, ...]
-    chunks: Iterable[npt.NDArray[np.float32]]
+    chunks: Iterable[npt.NDArray[Any]]
     """Consecutive pieces of it, in row-major order."""
+    dtype: np.dtype[Any] = _FLOAT32
+    """float32 or uint8."""
 
     @property
     def nbytes(self) -> int:
-        return 4 * math.prod(self.shape)
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
-def encode(tensors: list[FloatTensor]) -> Iterator[bytes | memoryview]:
+def encode(tensors: list[StreamedTensor], metadata: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
     """The file's bytes, in pieces as small as the tensors' chunks."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
-        header[tensor.name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+        code = _CODES[tensor.dtype]
+        header[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
     yield struct.pack("<Q", len(encoded)) + encoded
     for tensor in tensors:
         written = 0
         for chunk in tensor.chunks:
-            piece = np.ascontiguousarray(chunk, dtype="<f4").reshape(-1).view(np.uint8).data
+            piece = np.ascontiguousarray(chunk, dtype=tensor.dtype).reshape(-1).view(np.uint8).data
             written += len(piece)
             yield piece
         if written != tensor.nbytes:  # the offsets of all that follows would be wrong
