@@ -193,6 +193,9 @@ class TextSettings(SettingsGroup):
     group: ClassVar[str] = "Model"
 
     chat_template: Path | None = Field(None, description="Jinja file that replaces the model's own chat template")
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral"] = Field(
+        "auto", description="how the model writes function calls; auto goes by its chat template"
+    )
 
 
 class ModelWaitSettings(SettingsGroup):

@@ -173,6 +173,9 @@ def test_content_as_parts_is_one_text(chat: Stage) -> None:
     assert prompts[0] == prompts[1]
 
 
+CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -185,7 +188,9 @@ def test_content_as_parts_is_one_text(chat: Stage) -> None:
         (["x"], "messages[0]"),
         ("x", "messages"),
         (None, "messages"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls[0].function"),
+        ([{"role": "user", "content": "x", "tool_calls": [CALLED]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": []}], "messages[0].content"),
     ],
 )
 def test_messages_that_are_refused(chat: Stage, messages: Any, param: str) -> None:

@@ -101,7 +101,7 @@ def test_the_general_path_goes_on_from_the_prompt() -> None:
 @given(st.lists(st.integers(0, 699), max_size=30))
 def test_both_paths_agree(ids: list[int]) -> None:
     ids = [i % BYTE_LEVEL().get_vocab_size() for i in ids]
-    window = WindowDetokenizer(BYTE_LEVEL(), vocabulary(BYTE_LEVEL), True, ())
+    window = WindowDetokenizer(BYTE_LEVEL(), vocabulary(BYTE_LEVEL), vocabulary(BYTE_LEVEL).special_ids, ())
     text = "".join(pieces(window, ids))
     if "\ufffd" not in text:  # how broken bytes are counted may depend on the window
         assert text == "".join(pieces(detokenizer(BYTE_LEVEL), ids))
@@ -136,9 +136,9 @@ def test_a_lone_byte_token_for_ever_costs_bounded_work_and_blocks_nothing(byte: 
             return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     detok: Detokenizer = (
-        WindowDetokenizer(Counting(), vocabulary(BYTE_LEVEL), True, ())  # type: ignore[arg-type]
+        WindowDetokenizer(Counting(), vocabulary(BYTE_LEVEL), vocabulary(BYTE_LEVEL).special_ids, ())  # type: ignore[arg-type]
         if general
-        else TableDetokenizer(vocabulary(BYTE_LEVEL), True)
+        else TableDetokenizer(vocabulary(BYTE_LEVEL), vocabulary(BYTE_LEVEL).special_ids)
     )
     costs, out = [], ""
     for _ in range(4000):

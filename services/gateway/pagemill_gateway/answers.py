@@ -50,6 +50,7 @@ class Usage(Answer):
 
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ChoiceEnd(Answer):
@@ -141,17 +142,29 @@ class ChatLogprobs(Answer):
     content: list[ChatTokenLogprob]
 
 
+class CalledFunction(Answer):
+    name: str
+    arguments: str = Field(description="JSON text; cut where the answer is.")
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatAnswerMessage(Answer):
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null if there is nothing but calls.")
     refusal: None
+    tool_calls: list[ToolCall] | None = Field(None, description="Where functions are called.")
 
 
 class ChatChoice(ChoiceEnd):
     index: int
     message: ChatAnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     token_ids: list[int] | None = Field(None, description="With `return_token_ids`.")
 
 
@@ -166,9 +179,22 @@ class ChatCompletion(Answer):
     prompt_logprobs: PromptLogprobs | None = Field(None, description="With `prompt_logprobs`.")
 
 
+class CalledFunctionDelta(Answer):
+    name: str | None = Field(None, description="In the first piece of a call.")
+    arguments: str = Field(description="The next piece.")
+
+
+class ToolCallDelta(Answer):
+    index: int
+    id: str | None = Field(None, description="In the first piece of a call.")
+    type: Literal["function"] | None = Field(None, description="In the first piece of a call.")
+    function: CalledFunctionDelta
+
+
 class ChatDelta(Answer):
     role: Literal["assistant"] | None = Field(None, description="In the first event of a choice.")
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatEventChoice(Answer):
@@ -177,7 +203,7 @@ class ChatEventChoice(Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = Field(None, description="Beside the finish reason.")
     score: float | None = None
     token_ids: list[int] | None = None

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Literal
 
 import structlog
 import uvicorn
@@ -24,6 +25,7 @@ from pagemill_gateway.http_protocol import HttpProtocol
 from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.server import Gateway
 from pagemill_gateway.tokenizer import TextTokenizer
+from pagemill_gateway.tool_formats import FORMATS, FormatName, ToolFormat
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.logs import configure_logging
 from pagemill_shared.manifest import MANIFEST_NAME, prepared_folder, read_manifest
@@ -124,7 +126,16 @@ async def load_engine(settings: GatewaySettings) -> Engine:
         GenerationDefaults.load(folder),
         Connection(settings, manifest.fingerprint),
         GatewayMetrics(settings.metrics_prefix, name),
+        tool_format(settings.tool_call_parser, tokenizer),
     )
+
+
+def tool_format(wanted: Literal["auto"] | FormatName, tokenizer: TextTokenizer) -> ToolFormat:
+    """How the model writes function calls: as the operator says, or as its chat template looks."""
+    if wanted != "auto":
+        return FORMATS[wanted]
+    template = tokenizer.chat_template
+    return FORMATS["hermes" if template is None else template.format]
 
 
 async def drain(gateway: Gateway, grace: float, hurry: Callable[[], bool]) -> None:

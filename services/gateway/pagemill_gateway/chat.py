@@ -17,13 +17,16 @@ from pagemill_gateway.logprobs import chat_entries, finite
 from pagemill_gateway.prompt import Prompt
 from pagemill_gateway.streaming import EventWriter, collect, quote, send_stream
 from pagemill_gateway.tokenizer import TextTokenizer
+from pagemill_gateway.tool_answers import Tools, ToolStream, finish_reason
+from pagemill_gateway.tool_prompt import needs_text, with_tools_as_text
 
 
 async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     arrived = time.monotonic()
     body = await engine.parse(ChatBody, raw)
     engine.resolver.check(body)
-    grammar = await engine.grammars.check(body.constraint)
+    tools = Tools.of(engine, body)
+    grammar = await engine.grammars.check(body.constraint if tools is None else tools.constraint(body))
     prompt = Prompt(engine.truncated(body, await encode_conversation(engine, body), body.output_limit))
     await engine.connection.until_able()
     engine.check_ids(prompt.token_ids, "messages")
@@ -40,6 +43,7 @@ async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> No
         arrived,
         {"prompt": "messages", "max_tokens": limit_name},
         grammar,
+        frozenset() if tools is None else tools.shown,
     )
     envelope = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -48,16 +52,18 @@ async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> No
         "model": engine.name,
     }
     if body.stream:
-        await send_stream(exchange, generation, ChatEvents(engine.tokenizer, envelope, body))
+        await send_stream(exchange, generation, ChatEvents(engine.tokenizer, envelope, body, tools))
     elif await collect(exchange, generation):
         size = generation.answer_size(body.num_logprobs)
         await exchange.send_json_text(
-            await engine.sized(size, lambda: json_text(envelope | _whole(engine.tokenizer, generation, body)))
+            await engine.sized(size, lambda: json_text(envelope | _whole(engine.tokenizer, generation, body, tools)))
         )
 
 
 _TURN_SIZE = 64
 """What one message costs beside its text, in characters."""
+_TOOL_SIZE = 512
+"""What a tool costs, about."""
 
 
 async def encode_conversation(engine: Engine, body: ConversationFields) -> list[int]:
@@ -67,10 +73,15 @@ async def encode_conversation(engine: Engine, body: ConversationFields) -> list[
         ApiError: the template refuses the messages.
     """
     messages = [message.as_template_message() for message in body.messages]
+    tools = [tool.as_template_tool() for tool in body.offered_tools]
+    template = engine.tokenizer.chat_template
+    if template is not None and needs_text(messages, tools, template):
+        messages, tools = with_tools_as_text(messages, tools, engine.tool_format), []
     return await engine.sized(
-        sum(_TURN_SIZE + len(message["content"]) for message in messages),
+        sum(_TURN_SIZE + len(message["content"]) for message in messages) + _TOOL_SIZE * len(tools),
         lambda: engine.tokenizer.encode_chat(
             messages,
+            tools=tools,
             add_generation_prompt=body.generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
@@ -86,15 +97,16 @@ def _limit_name(body: ChatBody) -> str:
     return "messages" if body.max_tokens is None else "max_tokens"
 
 
-def _whole(tokenizer: TextTokenizer, generation: Generation, body: ChatBody) -> dict[str, Any]:
+def _whole(tokenizer: TextTokenizer, generation: Generation, body: ChatBody, tools: Tools | None) -> dict[str, Any]:
     choices = []
     for choice in generation.answers():
         text, entries = choice.take()
+        answer = {"content": text} if tools is None else tools.read(text)
         item: dict[str, Any] = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": {"role": "assistant", **answer, "refusal": None},
             "logprobs": {"content": chat_entries(tokenizer, entries)} if body.logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": finish_reason(choice, "tool_calls" in answer),
             "stop_reason": choice.stop_reason,
         }
         if body.ranked:
@@ -102,19 +114,21 @@ def _whole(tokenizer: TextTokenizer, generation: Generation, body: ChatBody) -> 
         if body.return_token_ids:
             item["token_ids"] = choice.take_token_ids()
         choices.append(item)
-    answer: dict[str, Any] = {"choices": choices, "usage": generation.usage}
+    whole: dict[str, Any] = {"choices": choices, "usage": generation.usage}
     if body.return_token_ids:
-        answer["prompt_token_ids"] = list(generation.output.choices[0].prompt_token_ids)
+        whole["prompt_token_ids"] = list(generation.output.choices[0].prompt_token_ids)
     if body.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = prompt_logprobs(tokenizer, generation.requests[0].prompt, body.prompt_logprobs)
-    return answer
+        whole["prompt_logprobs"] = prompt_logprobs(tokenizer, generation.requests[0].prompt, body.prompt_logprobs)
+    return whole
 
 
 class ChatEvents(EventWriter):
-    """Events of a chat completion: the role, then content, then the finish reason."""
+    """Events of a chat completion: the role, then content and function calls, then the finish reason."""
 
-    def __init__(self, tokenizer: TextTokenizer, envelope: dict[str, Any], body: ChatBody) -> None:
+    def __init__(self, tokenizer: TextTokenizer, envelope: dict[str, Any], body: ChatBody, tools: Tools | None) -> None:
         super().__init__(envelope, body)
+        self._tools = tools
+        self._streams: dict[Choice, ToolStream] = {}
         self._tokenizer = tokenizer
         self._after = f'}},"logprobs":null,"finish_reason":null}}]{self.tail}'
 
@@ -125,15 +139,36 @@ class ChatEvents(EventWriter):
         return f'{event.removesuffix(self.tail)},"prompt_token_ids":{list(choice.prompt_token_ids)}{self.tail}'
 
     def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob], more: str) -> str:
+        if self._tools is not None:
+            return self._piece_with_calls(self._tools, choice, text, entries, more)
         if not entries and not more:
             return f'{self.head}{{"index":{choice.index},"delta":{{"content":{quote(text)}{self._after}'
-        logprobs = (
-            json.dumps({"content": chat_entries(self._tokenizer, entries)}, ensure_ascii=False) if entries else "null"
-        )
-        return self._event(choice, f'{{"content":{quote(text)}}}', logprobs, "null" + more)
+        return self._event(choice, f'{{"content":{quote(text)}}}', self._logprobs(entries), "null" + more)
+
+    def _piece_with_calls(
+        self, tools: Tools, choice: Choice, text: str, entries: Sequence[TokenLogprob], more: str
+    ) -> str:
+        stream = self._streams.setdefault(choice, tools.stream())
+        deltas = stream.push(text)
+        if not deltas and (entries or more):
+            deltas = ['{"content":""}']  # the text is held back, what belongs to it is not
+        events = ""
+        for delta in deltas:
+            events += self._event(choice, delta, self._logprobs(entries), "null" + more)
+            entries, more = (), ""
+        return events
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> str:
+        if not entries:
+            return "null"
+        return json.dumps({"content": chat_entries(self._tokenizer, entries)}, ensure_ascii=False)
 
     def ending(self, choice: Choice) -> str:
-        return self._event(choice, "{}", finish=self.finish(choice))
+        if self._tools is None:
+            return self._event(choice, "{}", finish=self.finish(choice, choice.finish_reason))
+        stream = self._streams.setdefault(choice, self._tools.stream())
+        events = "".join(self._event(choice, delta) for delta in stream.finish())
+        return events + self._event(choice, "{}", finish=self.finish(choice, finish_reason(choice, stream.has_calls)))
 
     def _event(self, choice: Choice, delta: str, logprobs: str = "null", finish: str = "null") -> str:
         return (

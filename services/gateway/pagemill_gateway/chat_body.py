@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from pagemill_gateway.bodies import NOTHING, OFF, field_error, only
 from pagemill_gateway.chat_template import RESERVED_KWARGS
 from pagemill_gateway.generation_body import GenerationBody
+from pagemill_gateway.tool_fields import EarlierCall, ToolFields
 from pagemill_shared.sampling import MAX_LOGPROBS, MAX_TOKENS
+
+MAX_EARLIER_CALLS = 128
+"""Most calls in one message of an earlier turn."""
 
 
 class TextPart(BaseModel):
@@ -25,10 +29,16 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 class ChatMessage(BaseModel):
     """One message. Text parts are joined with nothing between them."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    # The document calls content required, as it is but beside tool_calls.
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, json_schema_extra={"required": ["role", "content"]}
+    )
 
     role: Role
-    content: str | list[TextPart]
+    tool_calls: list[EarlierCall] | None = Field(None, max_length=MAX_EARLIER_CALLS)
+    content: str | list[TextPart] | None = Field(
+        None, validate_default=True, description="May be null or left out beside `tool_calls` alone."
+    )
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -37,12 +47,20 @@ class ChatMessage(BaseModel):
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = Field(None, max_length=0)
-    tool_calls: list[Any] | None = Field(None, max_length=0)
 
-    @field_validator("content", mode="before")
+    @field_validator("tool_calls")
     @classmethod
-    def _check_content(cls, value: Any) -> Any:
-        if isinstance(value, str):
+    def _check_calls(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("role") != "assistant":
+            raise ValueError("only an assistant's message can have them")
+        return value
+
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart])
+    @classmethod
+    def _check_content(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and not info.data.get("tool_calls"):
+            raise ValueError("must be a string or a list of text parts, unless the message has tool_calls")
+        if value is None or isinstance(value, str):
             return value
         if not isinstance(value, list):
             raise ValueError("must be a string or a list of text parts")
@@ -54,10 +72,17 @@ class ChatMessage(BaseModel):
                 raise ValueError(f"part {index} has no text")
         return value
 
-    def as_template_message(self) -> dict[str, str]:
+    @property
+    def text(self) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
+    def as_template_message(self) -> dict[str, Any]:
         """What the chat template sees: developer counts as system, parts are one text, absent fields are absent."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_template_call() for call in self.tool_calls]
         for name in ("name", "tool_call_id", "reasoning_content"):
             value = getattr(self, name)
             if value is not None:
@@ -65,7 +90,7 @@ class ChatMessage(BaseModel):
         return message
 
 
-class ConversationFields(BaseModel):
+class ConversationFields(ToolFields):
     """How messages become a prompt; shared by chat completions and tokenize."""
 
     messages: list[ChatMessage] = Field(min_length=1)
@@ -104,8 +129,6 @@ class ChatBody(ConversationFields, GenerationBody):
     """POST /v1/chat/completions"""
 
     unserved = GenerationBody.unserved | {
-        "tools": only([]),
-        "tool_choice": only("none", "auto"),
         "functions": only([]),
         "function_call": only("none", "auto"),
         "modalities": only(["text"]),
@@ -119,7 +142,6 @@ class ChatBody(ConversationFields, GenerationBody):
         "media_io_kwargs": only({}),
     }
     ignored = GenerationBody.ignored | {
-        "parallel_tool_calls",
         "reasoning_effort",
         "include_reasoning",
         "verbosity",
@@ -135,6 +157,10 @@ class ChatBody(ConversationFields, GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "top_logprobs needs logprobs to be true")
         return self
+
+    @property
+    def constraint_field(self) -> str:
+        return "tools" if self.enforced_tools else super().constraint_field
 
     @property
     def output_limit(self) -> int | None:

@@ -19,6 +19,7 @@ import jinja2
 from tokenizers import AddedToken, Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from pagemill_gateway.tool_formats import FormatName, format_of_template
 from pagemill_shared.errors import RequestError
 
 RESERVED_KWARGS = frozenset(
@@ -46,6 +47,10 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str], backend: Tokenizer) -> None:
         self._source = source
+        self.format: FormatName = format_of_template(source)
+        """How the model writes calls, going by the template."""
+        self.knows_tools = re.search(r"\btools\b", source) is not None
+        self.knows_calls = "tool_calls" in source
         self._special_tokens = special_tokens
         self._backend = backend
         self._control_tokens = {
@@ -69,15 +74,17 @@ class ChatTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: dict[str, Any],
+        tools: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
         """Token ids of the rendered conversation.
 
         Raises:
             RequestError: the template refuses these messages.
         """
-        written = self._control_tokens_in([messages, template_kwargs])
+        variables = {**template_kwargs, "tools": list(tools)} if tools else template_kwargs
+        written = self._control_tokens_in([messages, variables])
         if not written:
-            text = self._render(messages, add_generation_prompt, continue_final_message, template_kwargs)
+            text = self._render(messages, add_generation_prompt, continue_final_message, variables)
             return _encode(self._backend, text)
         mark = f"\ufdd0{secrets.token_hex(8)}\ufdd1"
         pattern = _any_of(written)
@@ -85,7 +92,7 @@ class ChatTemplate:
             _marked(messages, pattern, mark),
             add_generation_prompt,
             continue_final_message,
-            _marked(template_kwargs, pattern, mark),
+            _marked(variables, pattern, mark),
         )
         return self._literal.encode(text, mark)
 

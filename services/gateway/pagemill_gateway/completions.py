@@ -143,7 +143,7 @@ class CompletionEvents(EventWriter):
         return self._event(choice, quote(text), logprobs, "null" + more)
 
     def ending(self, choice: Choice) -> str:
-        return self._event(choice, '""', "null", self.finish(choice))
+        return self._event(choice, '""', "null", self.finish(choice, choice.finish_reason))
 
     def _event(self, choice: Choice, text: str, logprobs: str, finish: str) -> str:
         return (

@@ -39,11 +39,11 @@ class TableDetokenizer(Detokenizer):
 
     __slots__ = ("_bytes", "_decoder", "_hidden", "_pending", "_texts")
 
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, hidden: frozenset[int]) -> None:
         if vocabulary.token_bytes is None:
             raise ValueError("this tokenizer has no table of token bytes")
         self._bytes, self._texts = vocabulary.token_bytes, vocabulary.texts
-        self._hidden = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._hidden = hidden
         self._decoder = _UTF8_DECODER(errors="replace")
         self._pending = False
 
@@ -68,10 +68,10 @@ class WindowDetokenizer(Detokenizer):
     __slots__ = ("_context", "_decode", "_held", "_hidden")
 
     def __init__(
-        self, tokenizer: Tokenizer, vocabulary: Vocabulary, skip_special_tokens: bool, prompt: Sequence[int]
+        self, tokenizer: Tokenizer, vocabulary: Vocabulary, hidden: frozenset[int], prompt: Sequence[int]
     ) -> None:
         self._decode: Callable[..., str] = tokenizer.decode
-        self._hidden = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._hidden = hidden
         self._context = [i for i in prompt[-_CONTEXT:] if i not in vocabulary.special_ids]
         self._held: list[int] = []
 
@@ -106,13 +106,20 @@ def _common_prefix(a: str, b: str) -> str:
 
 
 def new_detokenizer(
-    tokenizer: Tokenizer, vocabulary: Vocabulary, *, skip_special_tokens: bool, prompt: Sequence[int] = ()
+    tokenizer: Tokenizer,
+    vocabulary: Vocabulary,
+    *,
+    skip_special_tokens: bool,
+    shown: frozenset[int] = frozenset(),
+    prompt: Sequence[int] = (),
 ) -> Detokenizer:
     """The fastest detokenizer that is right for this tokenizer.
 
     Args:
+        shown: control tokens that are shown even if the others are skipped.
         prompt: ids that the sequence goes on from; the general path needs them to get the first blank right.
     """
+    hidden = vocabulary.special_ids - shown if skip_special_tokens else frozenset[int]()
     if vocabulary.token_bytes is not None:
-        return TableDetokenizer(vocabulary, skip_special_tokens)
-    return WindowDetokenizer(tokenizer, vocabulary, skip_special_tokens, prompt)
+        return TableDetokenizer(vocabulary, hidden)
+    return WindowDetokenizer(tokenizer, vocabulary, hidden, prompt)

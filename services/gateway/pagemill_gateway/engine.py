@@ -23,6 +23,7 @@ from pagemill_gateway.prompt_fields import MAX_PROMPT_LOGPROBS, PromptFields
 from pagemill_gateway.requests import GatewayRequest
 from pagemill_gateway.stops import StopStrings
 from pagemill_gateway.tokenizer import TextTokenizer
+from pagemill_gateway.tool_formats import ToolFormat
 from pagemill_shared.errors import RequestError
 from pagemill_shared.manifest import ModelManifest
 
@@ -105,10 +106,12 @@ class Engine:
         defaults: GenerationDefaults,
         connection: Connection,
         metrics: GatewayMetrics,
+        tool_format: ToolFormat,
     ) -> None:
         self.name = name
         self.manifest = manifest
         self.tokenizer = tokenizer
+        self.tool_format = tool_format
         self.resolver = SamplingResolver(manifest, defaults, tokenizer.encode_word)
         self.grammars = GrammarChecker(tokenizer.to_json, manifest)
         self.connection = connection
@@ -229,6 +232,7 @@ class Engine:
         arrived: float,
         field_names: Mapping[str, str],
         grammar: str,
+        shown: frozenset[int] = frozenset(),
     ) -> Generation:
         """Prepares one request per prompt; entering the generation submits them.
 
@@ -236,10 +240,14 @@ class Engine:
 
         Args:
             grammar: what each answer must match, as ``GrammarChecker`` gives it; empty for anything.
+            shown: control tokens that are text whether the others are or not.
         """
         stops = StopStrings(body.stop, body.include_stop_str_in_output) if body.stop else None
         groups = [
-            [self._choice(position * body.n + i, body, prompt.token_ids, stops) for i in range(body.num_sequences)]
+            [
+                self._choice(position * body.n + i, body, prompt.token_ids, stops, shown)
+                for i in range(body.num_sequences)
+            ]
             for position, prompt in enumerate(prompts)
         ]
         output = Output([choice for group in groups for choice in group], body.stream)
@@ -259,18 +267,20 @@ class Engine:
                     **field_names,
                     "n": body.width_field,
                     "beam_width": body.width_field,
-                    "grammar": body.constraint.field if body.constraint is not None else "",
+                    "grammar": body.constraint_field,
                 },
             )
             for prompt, limit, choices in zip(prompts, limits, groups, strict=True)
         ]
         return Generation(self, requests, output)
 
-    def _choice(self, index: int, body: GenerationBody, prompt: Sequence[int], stops: StopStrings | None) -> Choice:
+    def _choice(
+        self, index: int, body: GenerationBody, prompt: Sequence[int], stops: StopStrings | None, shown: frozenset[int]
+    ) -> Choice:
         return Choice(
             index,
             prompt,
-            self.tokenizer.detokenizer(prompt, skip_special_tokens=body.skip_special_tokens),
+            self.tokenizer.detokenizer(prompt, skip_special_tokens=body.skip_special_tokens, shown=shown),
             stops.finder() if stops is not None else None,
             body.min_tokens,
             body.include_stop_str_in_output,

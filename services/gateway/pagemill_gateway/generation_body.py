@@ -137,16 +137,16 @@ class GenerationBody(PromptFields, StructuredFields, GroupFields, RequestBody):
 
     def _check_constraint(self) -> None:
         """What an answer that must match a grammar cannot be combined with."""
-        constraint = self.constraint
-        if constraint is None:
+        field = self.constraint_field
+        if not field:
             return
         if self.use_beam_search:
-            raise field_error("use_beam_search", f"use_beam_search cannot be combined with {constraint.field}")
+            raise field_error("use_beam_search", f"use_beam_search cannot be combined with {field}")
         if self.ignore_eos:
-            raise field_error("ignore_eos", f"ignore_eos contradicts {constraint.field}: a complete answer must end")
+            raise field_error("ignore_eos", f"ignore_eos contradicts {field}: a complete answer must end")
         for name in ("allowed_token_ids", "bad_words"):
             if getattr(self, name):  # what one allows the other may forbid, until nothing is left
-                raise field_error(name, f"{name} cannot be combined with {constraint.field}")
+                raise field_error(name, f"{name} cannot be combined with {field}")
 
     def _check_nothing_is_sampled(self) -> None:
         """A beam search takes the most likely continuations; fields that ask for samples contradict it."""
@@ -161,6 +161,11 @@ class GenerationBody(PromptFields, StructuredFields, GroupFields, RequestBody):
                 raise field_error(
                     name, f"{name} {getattr(self, name)} contradicts use_beam_search, which samples nothing"
                 )
+
+    @property
+    def constraint_field(self) -> str:
+        """The field that is at fault when the grammar of the answer is."""
+        return "" if self.constraint is None else self.constraint.field
 
     @property
     def output_limit(self) -> int | None:

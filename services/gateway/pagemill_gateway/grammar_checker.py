@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -26,8 +26,11 @@ from pagemill_shared.grammar_limits import PARSER_LIMITS
 from pagemill_shared.manifest import ModelManifest
 from pagemill_shared.sampling import MAX_GRAMMAR
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 MAX_SOURCE = 65_536
-"""Most characters of a schema (as JSON), a regular expression, a grammar, or all choices together."""
+"""Most characters of a schema (as JSON), a regular expression, a grammar, all choices or all tools together."""
 MAX_CHECK_S = 5.0
 """Most seconds that a check may take."""
 _REMEMBERED = 256
@@ -150,7 +153,9 @@ def _grammar(constraint: Constraint, text: str) -> str:
         schema = json.loads(text)
         if not isinstance(schema, dict):
             raise ValueError("a JSON schema must be an object")
-        return json_grammar(schema, spaced=constraint.spaced)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=json_options(spaced=constraint.spaced))
+    if constraint.kind == "lark":
+        return LLMatcher.grammar_from_lark(text)
     if constraint.kind == "choice":
         if "" in constraint.source:
             raise ValueError("a choice must not be empty")
@@ -162,9 +167,9 @@ def _grammar(constraint: Constraint, text: str) -> str:
     return grammar_from("grammar", text)
 
 
-def json_grammar(schema: dict[str, Any], *, spaced: bool) -> str:
-    spacing: dict[str, Any] = {"whitespace_pattern": SPACING} if spaced else {"whitespace_flexible": False}
-    return LLMatcher.grammar_from_json_schema(schema, overrides=spacing)  # type: ignore[arg-type]
+def json_options(*, spaced: bool) -> JsonCompileOptions:
+    """How llguidance makes a grammar of a JSON schema."""
+    return {"whitespace_pattern": SPACING} if spaced else {"whitespace_flexible": False}
 
 
 def lark_string(text: str) -> str:

@@ -53,13 +53,11 @@ class EventWriter(ABC):
     def ending(self, choice: Choice) -> str:
         """The event that tells the finish reason."""
 
-    def finish(self, choice: Choice) -> str:
-        """JSON from the finish reason on."""
-        assert choice.finish_reason is not None
+    def finish(self, choice: Choice, reason: str | None) -> str:
+        """JSON from the finish reason on, which is the choice's own or what the answer makes of it."""
+        assert reason is not None
         score = f',"score":{finite(choice.score)}' if self._ranked else ""
-        return (
-            f'{quote(choice.finish_reason)},"stop_reason":{json.dumps(choice.stop_reason, ensure_ascii=False)}{score}'
-        )
+        return f'{quote(reason)},"stop_reason":{json.dumps(choice.stop_reason, ensure_ascii=False)}{score}'
 
     def usage(self, usage: dict[str, Any]) -> str:
         return f'{self.head}],"usage":{json.dumps(usage)}}}\n\n'

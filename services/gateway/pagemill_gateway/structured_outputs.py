@@ -12,7 +12,8 @@ from pagemill_gateway.bodies import field_error
 MAX_CHOICES = 1024
 """Most texts to choose from."""
 
-Kind = Literal["json", "regex", "choice", "grammar"]
+Kind = Literal["json", "regex", "choice", "grammar", "lark"]
+"""Lark is what is made here; a grammar of somebody else may be GBNF, too."""
 
 
 @dataclass(frozen=True, slots=True)

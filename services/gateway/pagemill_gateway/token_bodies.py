@@ -23,7 +23,6 @@ class TokenizeChatBody(ConversationFields, RequestBody):
     """POST /tokenize with messages"""
 
     unserved: ClassVar[dict[str, Accepts]] = {
-        "tools": only([]),
         "chat_template": NOTHING,
         "mm_processor_kwargs": only({}),
     }

@@ -71,6 +71,7 @@ class TextTokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: dict[str, Any],
+        tools: Sequence[dict[str, Any]] = (),
         add_special_tokens: bool | None = None,
     ) -> list[int]:
         """Ids of a conversation; control tokens in the users' own text are text.
@@ -89,6 +90,7 @@ class TextTokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
+            tools=tools,
         )
         if self._adds_bos and add_special_tokens is not False and ids[:1] != [self._bos_token_id]:
             assert self._bos_token_id is not None
@@ -116,10 +118,21 @@ class TextTokenizer:
         text: str = self._backend.to_str()
         return text
 
-    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """A fresh one, for a sequence that goes on from ``prompt``."""
+    def special_id(self, token: str) -> int | None:
+        """The id of a control token, None where the tokenizer has none of this name."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id if token_id in self.vocabulary.special_ids else None
+
+    def detokenizer(
+        self, prompt: Sequence[int], *, skip_special_tokens: bool, shown: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """A fresh one, for a sequence that goes on from ``prompt``. ``shown`` control tokens are never skipped."""
         return new_detokenizer(
-            self._backend, self.vocabulary, skip_special_tokens=skip_special_tokens, prompt=prompt[-8:]
+            self._backend,
+            self.vocabulary,
+            skip_special_tokens=skip_special_tokens,
+            shown=shown,
+            prompt=prompt[-8:],
         )
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -1,0 +1,116 @@
+"""The fields of a chat that are about tools: which there are, which must be called, and calls of earlier turns."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from pagemill_gateway.bodies import field_error
+
+MAX_TOOLS = 128
+MAX_CALLS = 16
+"""Most calls of one answer that must call something."""
+
+
+class FunctionTool(BaseModel):
+    """``strict`` changes nothing: where calls are enforced, their arguments always match."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="Letters, digits, dots, dashes and underscores.")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    type: Literal["function"]
+    function: FunctionTool
+
+    def as_template_tool(self) -> dict[str, Any]:
+        """What the chat template sees."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+class NamedFunction(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    name: str
+
+
+class NamedToolChoice(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    name: str
+    arguments: str
+
+
+class EarlierCall(BaseModel):
+    """A call in an assistant's message of an earlier turn."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def as_template_call(self) -> dict[str, Any]:
+        """What the chat template sees: arguments as an object, which it writes as JSON itself."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except ValueError:
+            arguments = self.function.arguments
+        call: dict[str, Any] = {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        return call if self.id is None else {"id": self.id, **call}
+
+
+class ToolFields(BaseModel):
+    """What may be called, and whether something must."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ToolFields:
+        names = [tool.function.name for tool in self.tools]
+        for name in names:
+            if names.count(name) > 1:
+                raise field_error("tools", f"tools: two functions are called {name!r}")
+        if isinstance(self.tool_choice, NamedToolChoice):
+            wanted = self.tool_choice.function.name
+            if wanted not in names:
+                raise field_error("tool_choice", f"tool_choice: no function among tools is called {wanted[:64]!r}")
+        elif self.tool_choice == "required" and not names:
+            raise field_error("tool_choice", "tool_choice: required, but there are no tools")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def enforced_tools(self) -> list[Tool]:
+        """The tools of which one must be called; none if the model may do as it likes."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            wanted = self.tool_choice.function.name
+            return [tool for tool in self.tools if tool.function.name == wanted]
+        return self.tools if self.tool_choice == "required" else []
+
+    @property
+    def most_calls(self) -> int:
+        """Most calls in one answer."""
+        single = not self.parallel_tool_calls or isinstance(self.tool_choice, NamedToolChoice)
+        return 1 if single else MAX_CALLS

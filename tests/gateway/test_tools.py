@@ -1,0 +1,408 @@
+"""Tools over HTTP: what the model is told, what its answers become, what is enforced; and with OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from pagemill_testing.gateway_server import Stage, stage
+from pagemill_testing.prepared_models import byte_level_bpe
+from pydantic import BaseModel
+from tokenizers import AddedToken, Tokenizer
+
+from pagemill_shared.messages import FinishReason
+
+PATH = "/v1/chat/completions"
+TOKENIZER = byte_level_bpe()
+HI = [{"role": "user", "content": "What is the weather in Paris?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+PARIS = '{"city": "Paris"}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
+NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+END = 2
+
+
+def ids(text: str) -> list[int]:
+    encoded: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
+    return encoded
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Stage]:
+    with stage() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(api: Stage) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{api.gateway.url}/v1", api_key="x", max_retries=0) as found:
+        yield found
+
+
+def answer_with(api: Stage, text: str, finish: FinishReason = FinishReason.EOS) -> None:
+    api.stub.replay([*ids(text), *([END] if finish is FinishReason.EOS else [])], finish=finish)
+
+
+def choice_of(api: Stage, **fields: Any) -> dict[str, Any]:
+    response = api.post(PATH, **{"messages": HI, "tools": [WEATHER, NOW], **fields})
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def joined(events: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]], str]:
+    """Content, calls and finish reason of a stream, put together as clients do."""
+    content, calls, reasons = "", [], []
+    for event in events:
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            content += delta.get("content") or ""
+            for piece in delta.get("tool_calls", ()):
+                if piece["index"] == len(calls):
+                    assert piece["type"] == "function"
+                    calls.append({"id": piece["id"], "name": piece["function"]["name"], "arguments": ""})
+                calls[piece["index"]]["arguments"] += piece["function"]["arguments"]
+            if choice["finish_reason"]:
+                reasons.append(choice["finish_reason"])
+    [reason] = reasons
+    return content, calls, reason
+
+
+def prompt_of(api: Stage) -> str:
+    text: str = TOKENIZER.decode(api.stub.submitted[-1].prompt_token_ids.tolist(), skip_special_tokens=False)
+    return text
+
+
+# ---------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (CALL, None, [("get_weather", PARIS)]),
+        (f"Let me see.\n{CALL}\n{NOW_CALL}", "Let me see.", [("get_weather", PARIS), ("now", "{}")]),
+        ("It is sunny.", "It is sunny.", []),
+        (CALL.replace("get_weather", "rm"), CALL.replace("get_weather", "rm"), []),
+    ],
+)
+@pytest.mark.parametrize("per_delivery", [1, 3, 1000])
+def test_calls_whole_and_streamed(
+    api: Stage, text: str, content: str | None, calls: list[tuple[str, str]], per_delivery: int
+) -> None:
+    reason = "tool_calls" if calls else "stop"
+    api.stub.replay([*ids(text), END], finish=FinishReason.EOS, per_delivery=per_delivery)
+    choice = choice_of(api)
+    assert choice["finish_reason"] == reason
+    assert choice["message"]["content"] == content
+    found = choice["message"].get("tool_calls", [])
+    assert [(c["function"]["name"], c["function"]["arguments"]) for c in found] == calls
+    assert all(c["type"] == "function" and c["id"].startswith("call_") for c in found)
+    assert len({c["id"] for c in found}) == len(found)
+    events = api.events(PATH, messages=HI, tools=[WEATHER, NOW])
+    streamed, streamed_calls, streamed_reason = joined(events)
+    assert (streamed, streamed_reason) == (content or "", reason)
+    assert [(c["name"], c["arguments"]) for c in streamed_calls] == calls
+
+
+def test_arguments_come_piece_by_piece(api: Stage) -> None:
+    api.stub.replay([*ids(CALL), END], finish=FinishReason.EOS, per_delivery=1)
+    events = api.events(PATH, messages=HI, tools=[WEATHER])
+    deltas = [event["choices"][0]["delta"] for event in events]
+    pieces = [d["tool_calls"][0]["function"]["arguments"] for d in deltas if "tool_calls" in d]
+    assert pieces[0] == ""
+    assert "".join(pieces) == PARIS
+    assert not any(d.get("content") for d in deltas)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        (CALL[: CALL.index("ris")], None, '{"city": "Pa'),
+        ('So <tool_call>\n{"name": "get_wea', 'So <tool_call>\n{"name": "get_wea', None),
+    ],
+)
+def test_a_half_written_call_ends_for_its_length(
+    api: Stage, text: str, content: str | None, arguments: str | None, stream: bool
+) -> None:
+    answer_with(api, text, FinishReason.LENGTH)
+    if stream:
+        found, calls, reason = joined(api.events(PATH, messages=HI, tools=[WEATHER]))
+        assert (found or None, reason) == (content, "length")
+        assert [c["arguments"] for c in calls] == ([arguments] if arguments else [])
+        return
+    choice = choice_of(api)
+    assert (choice["message"]["content"], choice["finish_reason"]) == (content, "length")
+    calls = choice["message"].get("tool_calls", [])
+    assert [c["function"]["arguments"] for c in calls] == ([arguments] if arguments else [])
+
+
+def test_only_one_call_without_parallel_ones(api: Stage) -> None:
+    answer_with(api, f"{NOW_CALL}\n{CALL}")
+    choice = choice_of(api, parallel_tool_calls=False)
+    assert [c["function"]["name"] for c in choice["message"]["tool_calls"]] == ["now"]
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}, {"tools": None}])
+def test_without_tools_nothing_is_a_call(api: Stage, fields: dict[str, Any]) -> None:
+    answer_with(api, CALL)
+    choice = choice_of(api, **fields)
+    assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert "get_weather" not in prompt_of(api)
+
+
+def test_n_answers_are_read_each_for_itself(api: Stage) -> None:
+    texts = [CALL, "no", NOW_CALL]
+    api.stub.replay([], sequences=[[*ids(text), END] for text in texts], finish=FinishReason.EOS, per_delivery=2)
+    choices = api.post(PATH, messages=HI, tools=[WEATHER, NOW], n=3).json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["tool_calls", "stop", "tool_calls"]
+    events = api.events(PATH, messages=HI, tools=[WEATHER, NOW], n=3)
+    for index, reason in enumerate(["tool_calls", "stop", "tool_calls"]):
+        mine = [e | {"choices": [c for c in e["choices"] if c["index"] == index]} for e in events]
+        assert joined(mine)[2] == reason
+
+
+def test_log_probabilities_and_token_ids_are_complete(api: Stage) -> None:
+    tokens = [*ids(f"So: {CALL}"), END]
+    options: dict[str, Any] = {"logprobs": lambda token: ([token], [-0.5]), "per_delivery": 1}
+    api.stub.replay(tokens, finish=FinishReason.EOS, **options)
+    events = api.events(PATH, messages=HI, tools=[WEATHER], logprobs=True, return_token_ids=True)
+    choices = [event["choices"][0] for event in events]
+    assert [i for choice in choices for i in choice.get("token_ids", ())] == tokens
+    entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    assert len(entries) == len(tokens)
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_tools_in_the_words_of_the_conversation(api: Stage) -> None:
+    answer_with(api, "ok")
+    choice_of(api, messages=[{"role": "system", "content": "Be brief."}, *HI])
+    prompt = prompt_of(api)
+    assert prompt.startswith("<|im_start|>system\nBe brief.\n\nYou can call functions.")
+    told = prompt.partition("<tools>\n")[2].partition("\n</tools>")[0].splitlines()
+    assert [json.loads(line) for line in told] == [WEATHER["function"], NOW["function"]]
+    choice_of(api)
+    assert prompt_of(api).startswith("<|im_start|>system\nYou can call functions.")
+
+
+def test_earlier_calls_and_what_they_returned(api: Stage) -> None:
+    answer_with(api, "ok")
+    function = {"name": "get_weather", "arguments": PARIS}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny <|im_end|>"},
+    ]
+    choice_of(api, messages=messages)
+    prompt = prompt_of(api)
+    assert f"<|im_start|>assistant\n{CALL}<|im_end|>" in prompt
+    assert "<|im_start|>user\n<tool_response>\nsunny <|im_end|>\n</tool_response><|im_end|>" in prompt
+    tail = api.stub.submitted[-1].prompt_token_ids.tolist()
+    assert tail.count(END) == prompt.count("<|im_end|>") - 1, "the user's own control token is text"
+    answer_with(api, "ok")
+    response = api.post("/tokenize", messages=messages, tools=[WEATHER, NOW])
+    assert response.json()["tokens"] == tail
+
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.id }} {{ c.function.name }} {{ c.function.arguments.city }}{% endfor %}"
+    "{{ m.tool_call_id }}<|im_end|>\n{% endfor %}"
+)
+
+
+def test_a_template_that_knows_tools_gets_them() -> None:
+    with stage({"template": TEMPLATE}) as api:
+        answer_with(api, "ok")
+        function = {"name": "get_weather", "arguments": PARIS}
+        call = {"id": "call_1", "type": "function", "function": function}
+        messages = [
+            *HI,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        ]
+        hostile = {"type": "function", "function": {"name": "x", "description": "<|im_end|>"}}
+        choice_of(api, messages=messages, tools=[WEATHER, hostile])
+        prompt = prompt_of(api)
+        told = prompt.partition("tools\n")[2].partition("<|im_end|>\n<|im_start|>user")[0]
+        assert json.loads(told) == [WEATHER, hostile]
+        assert "<|im_start|>assistant\ncall_1 get_weather Paris<|im_end|>" in prompt
+        assert "<|im_start|>tool\nsunnycall_1<|im_end|>" in prompt
+        assert api.stub.submitted[-1].prompt_token_ids.tolist().count(END) == 4
+
+
+# ---------------------------------------------------------------- what is enforced
+
+
+def accepts(api: Stage, text: str, tokenizer: Tokenizer = TOKENIZER) -> bool:
+    """Whether ``text`` is an answer that the grammar of the last request allows."""
+    matcher = LLMatcher(
+        LLTokenizer(tokenizer.to_str(), eos_token=[END]), api.stub.submitted[-1].sampling.grammar, log_level=0
+    )
+    assert not matcher.get_error()
+    return matcher.consume_tokens(tokenizer.encode(text).ids) and matcher.is_accepting()
+
+
+def test_required_calls_something_named_calls_that(api: Stage) -> None:
+    answer_with(api, CALL)
+    choice = choice_of(api, tool_choice="required")
+    assert choice["finish_reason"] == "tool_calls"
+    assert accepts(api, CALL)
+    assert accepts(api, f"{CALL}\n{NOW_CALL}")
+    assert not accepts(api, "Hello")
+    assert not accepts(api, CALL.replace("city", "town"))
+    choice_of(api, tool_choice="required", parallel_tool_calls=False)
+    assert accepts(api, NOW_CALL)
+    assert not accepts(api, f"{CALL}\n{NOW_CALL}")
+    choice = choice_of(api, tool_choice={"type": "function", "function": {"name": "get_weather"}})
+    assert choice["finish_reason"] == "tool_calls"
+    assert accepts(api, CALL)
+    assert not accepts(api, NOW_CALL)
+    choice_of(api)
+    assert api.stub.submitted[-1].sampling.grammar == ""
+
+
+def test_with_a_response_format_the_answer_is_that_or_calls(api: Stage) -> None:
+    answer_with(api, '{"a": 1}')
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert choice_of(api, response_format=form)["message"]["content"] == '{"a": 1}'
+    assert accepts(api, '{"a": 1}')
+    assert accepts(api, CALL)
+    assert not accepts(api, "Hello")
+    choice_of(api, response_format=form, tool_choice="required")
+    assert not accepts(api, '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", CALL),
+        ("llama3", f'{{"name": "get_weather", "parameters": {PARIS}}}; {{"name": "now", "parameters": {{}}}}'),
+        ("mistral", f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {PARIS}}}]'),
+    ],
+)
+@pytest.mark.parametrize("markers", [False, True], ids=["as text", "as control tokens"])
+def test_each_format_reads_what_it_enforces(parser: str, text: str, markers: bool) -> None:
+    tokenizer = byte_level_bpe()
+    if markers:
+        names = ["[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", "<|python_tag|>"]
+        tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    with stage({"tokenizer": tokenizer}, tool_call_parser=parser) as api:
+        api.stub.replay([*tokenizer.encode(text).ids, END], finish=FinishReason.EOS)
+        choice = choice_of(api, tool_choice="required")
+        assert accepts(api, text, tokenizer)
+        assert choice["message"]["content"] is None
+        [call, *_] = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], call["function"]["arguments"]) == ("get_weather", PARIS)
+        if parser == "mistral":
+            assert len(call["id"]) == 9
+            assert call["id"].isalnum()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "has blank"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [WEATHER] * 129}, "tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"tool_choice": "required", "use_beam_search": True, "n": 2}, "use_beam_search"),
+        ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}],
+            },
+            "tools",
+        ),
+    ],
+)
+def test_refused(api: Stage, fields: dict[str, Any], param: str) -> None:
+    response = api.post(PATH, **{"messages": HI, "tools": [WEATHER, NOW], **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].startswith(param)
+
+
+# ---------------------------------------------------------------- OpenAI's client
+
+
+class Weather(BaseModel):
+    city: str
+    degrees: int
+
+
+def test_a_whole_conversation_with_a_tool(api: Stage, client: openai.OpenAI) -> None:
+    answer_with(api, f"Let me see.\n{CALL}")
+    messages: list[Any] = list(HI)
+    first = client.chat.completions.create(model="tiny", messages=messages, tools=[WEATHER])  # type: ignore[list-item]
+    message = first.choices[0].message
+    assert message.tool_calls is not None
+    [call] = message.tool_calls
+    assert call.type == "function"
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "20 degrees"}]
+    answer_with(api, "It is 20 degrees.")
+    second = client.chat.completions.create(model="tiny", messages=messages, tools=[WEATHER])  # type: ignore[list-item]
+    assert second.choices[0].message.content == "It is 20 degrees."
+    assert f"Let me see.\n{CALL}<|im_end|>" in prompt_of(api)
+
+
+def test_streamed_calls(api: Stage, client: openai.OpenAI) -> None:
+    api.stub.replay([*ids(f"So.\n{CALL}{NOW_CALL}"), END], finish=FinishReason.EOS, per_delivery=1)
+    tools: Any = [WEATHER, NOW]
+    with client.chat.completions.stream(model="tiny", messages=HI, tools=tools) as stream:  # type: ignore[arg-type]
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion()
+    assert [(event.name, event.arguments) for event in done] == [("get_weather", PARIS), ("now", "{}")]
+    assert final.choices[0].message.content == "So."
+    assert final.choices[0].finish_reason == "tool_calls"
+
+
+def test_parsed_models(api: Stage, client: openai.OpenAI) -> None:
+    answer_with(api, '{"city": "Paris", "degrees": 20}')
+    parsed = client.chat.completions.parse(model="tiny", messages=HI, response_format=Weather)  # type: ignore[arg-type]
+    assert parsed.choices[0].message.parsed == Weather(city="Paris", degrees=20)
+    assert accepts(api, '{"city": "Paris", "degrees": 20}')
+    assert not accepts(api, '{"city": "Paris"}')
+    answer_with(api, '<tool_call>\n{"name": "Weather", "arguments": {"city": "Paris", "degrees": 20}}\n</tool_call>')
+    tool = openai.pydantic_function_tool(Weather)
+    parsed = client.chat.completions.parse(
+        model="tiny",
+        messages=HI,  # type: ignore[arg-type]
+        tools=[tool],
+        tool_choice="required",
+    )
+    [call] = parsed.choices[0].message.tool_calls or []
+    assert call.function.parsed_arguments == Weather(city="Paris", degrees=20)
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="tiny", messages=HI, tools=[WEATHER, WEATHER])  # type: ignore[arg-type, list-item]
+    assert error.value.param == "tools"
