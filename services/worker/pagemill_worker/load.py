@@ -108,10 +108,8 @@ def _model(
         raise too_large
     try:
         return load_model(folder, config, max_model_len, dtype, device, kernels, settings.quantization)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise too_large from None
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" in str(error):  # torch's own way to run out of memory on a CPU
+    except (MemoryError, RuntimeError) as error:
+        if memory.is_out_of_memory(error):
             raise too_large from None
         raise
 

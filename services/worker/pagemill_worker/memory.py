@@ -27,6 +27,13 @@ class PoolSize:
     reason: str
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; on a CPU torch says so by a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
 def free_memory(device: torch.device, cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int:
     """Bytes that can be allocated on ``device`` now: on the CPU the available memory within the limit of the control
     group."""

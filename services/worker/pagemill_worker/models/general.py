@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from pagemill_kernels.interface import AttentionBatch, Kernels, Linear
 from pagemill_kernels.linear import LinearFactory
 from pagemill_shared.errors import ConfigurationError
+from pagemill_worker.memory import is_out_of_memory
 from pagemill_worker.models.paged_attention import NAME, PagedAttention, UnsupportedError
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
@@ -170,7 +171,9 @@ def load_general(
     model = model.eval().requires_grad_(False).to(device)
     try:
         return TransformersModel(model, max_model_len, dtype, device, make, kernels)
-    except (AttributeError, TypeError, KeyError, IndexError, ValueError, NotImplementedError) as error:
+    except (AttributeError, TypeError, LookupError, ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UnsupportedError(f"does not run in parts: {type(error).__name__}: {error}") from error
 
 
