@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any, cast
@@ -9,14 +10,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from pagemill_testing.no_waiting import NoWaiting
 from pagemill_testing.plan_driver import DrivenSequence, PlanDriver
 from pagemill_testing.tiny_models import VOCAB, make_runner, save, tiny_llama
 
+from pagemill_kernels.interface import AttentionBatch
 from pagemill_kernels.reference import TorchKernels
 from pagemill_shared.messages import IterationPlan, SequenceJoin, WorkerWelcome
 from pagemill_shared.sampling import SamplingParams
+from pagemill_worker.cache import KVCache
 from pagemill_worker.forward import FIRST_LINES, ResidentForward
+from pagemill_worker.grammar_compiler import GrammarCompiler
 from pagemill_worker.graphs import graph_sizes, run_again
+from pagemill_worker.models.registry import load_model
 from pagemill_worker.runner import Runner
 
 MIXED = SamplingParams(temperature=0.8, seed=3, top_p=0.9, repetition_penalty=1.2, logprobs=2)
@@ -92,24 +98,13 @@ def test_decode_rows_alone_take_the_smallest_recording(folder: Path) -> None:
 
     runner = make_runner(folder, is_resident=True, record=record)
     runner.begin(WorkerWelcome(7, 8, 100))
-    joins = tuple(
-        SequenceJoin(
-            slot=slot,
-            sequence=0,
-            prompt_length=1,
-            computed=0,
-            token_ids=np.array([slot + 3], np.int32),
-            block_table=np.array([slot + 1], np.int32),
-            sampling=SamplingParams(temperature=0.0),
-        )
-        for slot in range(7)
-    )
+    joins = tuple(join(slot, [slot + 3], SamplingParams(temperature=0.0)) for slot in range(7))
     slots = np.arange(7, dtype=np.int32)
     runner.execute(IterationPlan(7, 1, joined=joins[:6], decode_rows=slots[:3]))
-    before = runner.cache.pool[4:].clone()
+    before = runner.cache.pool[7:].clone()
     runner.execute(IterationPlan(7, 2, decode_rows=slots[:3]))  # one row of padding
     assert sizes == [4, 4]
-    assert torch.equal(runner.cache.pool[4:], before)
+    assert torch.equal(runner.cache.pool[7:], before)
     assert runner.cache.pool[0].any()  # where padding writes
     runner.execute(IterationPlan(7, 3, decode_rows=slots[5:6]))
     assert sizes == [4, 4, 1]
@@ -132,3 +127,67 @@ def test_recordings_outlive_an_epoch_unless_there_are_more_slots(folder: Path) -
     assert len(made) == len(graph_sizes(FIRST_LINES))
     runner.begin(WorkerWelcome(9, FIRST_LINES + 1, 100))
     assert made[len(graph_sizes(FIRST_LINES))] == FIRST_LINES + 1
+
+
+class ShapesAlone(TorchKernels):
+    """Attention over tensors without numbers."""
+
+    def prepare(self, batch: AttentionBatch, cache: torch.Tensor) -> Any:
+        assert batch.lines is not None
+        assert {batch.block_tables.device.type, batch.slot_mapping.device.type} == {"meta"}
+
+    prepare_fixed = prepare
+
+    def refill(self, step: Any, batch: AttentionBatch) -> None:
+        pass
+
+    def rotate_and_write(self, *_: Any) -> None:
+        pass
+
+    def attention(self, query: torch.Tensor, *_: Any) -> torch.Tensor:
+        return query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+
+
+@pytest.mark.parametrize("recorder", [None, lambda: run_again])
+def test_nothing_waits_for_the_device_before_the_read_of_the_tokens(recorder: Any, folder: Path) -> None:
+    device = torch.device("meta")
+    config = json.loads((folder / "config.json").read_text())
+    model = load_model(folder, config, 64, torch.float32, device, ShapesAlone())
+    cache = KVCache(model.cache, 4, 20, 0, torch.float32, device)
+    forward = ResidentForward(model, cache, ShapesAlone(), device, 64, recorder)
+    grammars = GrammarCompiler(folder, model.vocab_size, [])
+    runner = Runner(model, cache, ShapesAlone(), 64, device, grammars, forward=forward)
+    runner.begin(WorkerWelcome(7, 4, 100))
+    plans = (
+        IterationPlan(
+            7,
+            1,
+            joined=(join(0, [5, 6, 7], MIXED), join(1, [8] * 6, SamplingParams(temperature=0.0))),
+            forks=np.array([[0, 2, 1]], np.int32),
+            new_blocks=np.array([[2, 1, 9]], np.int32),
+            decode_rows=np.array([1], np.int32),
+            prefill_chunks=np.array([[0, 0, 3, 2]], np.int32),
+        ),
+        IterationPlan(7, 2, decode_rows=np.array([0, 1, 2], np.int32)),
+    )
+    for plan in plans:
+        # The read is refused by the device itself, and that it is the read and nothing else is what is tested.
+        with NoWaiting(), pytest.raises(NotImplementedError, match="meta") as caught:
+            runner.execute(plan)
+        assert next(entry.name for entry in caught.traceback if entry.path.name == "transfer.py") == "download"
+        slots = np.array([1, 0, 2] if plan.iteration == 1 else [0, 1, 2])
+        with torch.inference_mode():
+            cast(Any, runner._rows).record(slots, np.array([1, 2, 3], np.int32))
+
+
+def join(slot: int, tokens: list[int], sampling: SamplingParams) -> SequenceJoin:
+    """With two blocks."""
+    return SequenceJoin(
+        slot=slot,
+        sequence=0,
+        prompt_length=len(tokens),
+        computed=0,
+        token_ids=np.array(tokens, np.int32),
+        block_table=np.array([2 * slot + 1, 2 * slot + 2], np.int32),
+        sampling=sampling,
+    )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from pagemill_testing.no_waiting import NoWaiting
 
 from pagemill_shared.sampling import SamplingParams
 from pagemill_worker import sampler
@@ -41,24 +39,8 @@ def select(rows: SamplingRows, slots: list[int], copies: int = 1) -> SampleBatch
         row_of=np.repeat(np.arange(count), copies),
         sequences=np.tile(np.arange(copies), count),
         positions=np.full(count * copies, 9),
+        output_of=lambda slot: np.array([3, 5, 5], np.int32),
     )
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses what would wait for a device: numbers that Python asks for, shapes that depend on numbers, copies from
-    the host that are not let go of. Tensors on the meta device stand for those on a device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero", "aten::equal"}
-        assert name not in waits, name
-        if name in ("aten::index.Tensor", "aten::index_put", "aten::index_put_"):
-            assert all(index is None or index.dtype == torch.int64 for index in args[1]), f"{name} with a mask"
-        result = func(*args, **(kwargs or {}))
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        if name in ("aten::_to_copy", "aten::copy_") and len({t.device for t in (*tensors, result)}) > 1:
-            assert (kwargs or {}).get("non_blocking"), f"{name} that is waited for"
-        return result
 
 
 def test_nothing_waits_for_the_device_before_what_was_drawn_is_read() -> None:
@@ -84,6 +66,10 @@ def test_nothing_waits_for_the_device_before_what_was_drawn_is_read() -> None:
     assert drawn.candidates is not None
     with pytest.raises(NotImplementedError, match="meta"):
         drawn.read()
+
+
+def test_waiting_is_noticed() -> None:
+    device = torch.device("meta")
     with NoWaiting(), pytest.raises(AssertionError, match="nonzero"):
         (torch.zeros(3) > 0).nonzero()
     with NoWaiting(), pytest.raises(AssertionError, match="scalar"):

@@ -6,6 +6,7 @@ and sends what changes, in one transfer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -69,7 +70,7 @@ class ResidentForward:
     """Rows stand on the device; iterations of decode rows alone are repeated recordings.
 
     Args:
-        record: how recordings are made; None to make none.
+        recorder: makes what makes the recordings of one set of rows, see `Record`; None to make none.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class ResidentForward:
         kernels: ResidentKernels[Any],
         device: torch.device,
         max_model_len: int,
-        record: Record | None,
+        recorder: Callable[[], Record] | None,
     ) -> None:
         self._model, self._cache, self._kernels, self._device = model, cache, kernels, device
         self._width = -(-max_model_len // cache.block_size) + 1
-        self._record = record
+        self._recorder = recorder
         self._rows = DeviceRows(0, 1, device)
         self._graphs: DecodeGraphs | None = None
         self._owners = self._kept = self._rows.lengths[:0]
@@ -93,8 +94,9 @@ class ResidentForward:
         if max_num_seqs > self._rows.padding:
             self._graphs = None
             self._rows = DeviceRows(max(max_num_seqs, FIRST_LINES), self._width, self._device)
-            if self._record is not None:
-                self._graphs = DecodeGraphs(self._model, self._cache, self._kernels, self._rows, self._record)
+            if self._recorder is not None:
+                record = self._recorder()
+                self._graphs = DecodeGraphs(self._model, self._cache, self._kernels, self._rows, record)
 
     def run(self, plan: IterationPlan, batch: Batch | None, rows: Rows) -> Tensor | None:
         delta = self._rows.delta(plan)

@@ -35,7 +35,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool: Any = None
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         current = torch.cuda.current_stream(self._device)
@@ -47,7 +47,6 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = run()
-        self._pool = graph.pool()
 
         def repeat() -> Tensor:
             graph.replay()
@@ -99,6 +98,10 @@ class DecodeGraphs:
         """[P] the lines of decode rows and as many padded ones as their recording takes."""
         size = int(self._sizes[np.searchsorted(self._sizes, lines.size)])
         return np.concatenate((lines, np.full(size - lines.size, self._rows.padding)))
+
+    def recorded(self, rows: int) -> Callable[[], Tensor]:
+        """Repeats the forward pass that ran last with as many rows, padded ones included."""
+        return self._recorded[rows][1]
 
     def run(self, padded: Indices, contexts: Indices, lines: Tensor) -> Tensor:
         """[R, hidden_size] as the model's forward pass gives it.

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,8 @@ def _forward(
     transformers' may look at numbers on the way."""
     if device.type != "cuda" or not isinstance(kernels, ResidentKernels) or isinstance(kernels, TorchKernels):
         return HostForward(model, cache, kernels, device)
-    record = CudaRecorder(device) if settings.cuda_graphs and isinstance(model, DecoderModel) else None
-    return ResidentForward(model, cache, kernels, device, max_model_len, record)
+    recorder = partial(CudaRecorder, device) if settings.cuda_graphs and isinstance(model, DecoderModel) else None
+    return ResidentForward(model, cache, kernels, device, max_model_len, recorder)
 
 
 def _device(name: str) -> torch.device:

@@ -57,8 +57,8 @@ def pack(arrays: Sequence[Array], *, pin_memory: bool) -> tuple[Tensor, list[Par
 
 def download(tensors: Sequence[Tensor]) -> list[Array]:
     """``tensors``, which lie on one device, on the host. Waits until the device has made them."""
-    if tensors[0].device.type == "cpu":
-        return [tensor.numpy() for tensor in tensors]
+    if tensors[0].device.type == "cpu" or len(tensors) == 1:
+        return [tensor.cpu().numpy() for tensor in tensors]
     return unpack(join(tensors).cpu(), tensors)
 
 

@@ -80,7 +80,7 @@ def make_runner(
     forward = None
     if is_resident:
         assert isinstance(kernels, ResidentKernels)
-        forward = ResidentForward(model, cache, kernels, CPU, max_model_len, record)
+        forward = ResidentForward(model, cache, kernels, CPU, max_model_len, None if record is None else lambda: record)
     return Runner(model, cache, kernels, max_model_len, CPU, grammars, clock, forward=forward, lanes=lanes)
 
 
