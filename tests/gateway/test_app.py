@@ -132,18 +132,26 @@ def test_at_the_end_of_the_grace_streams_end_with_an_error(folder: Path) -> None
         stub.wait_for(lambda: not stub.running)
 
 
-def test_a_second_signal_ends_at_once(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("output", ["", "one two"])
+def test_a_second_signal_ends_at_once_with_an_error(folder: Path, number: int, output: str) -> None:
     write_prepared_model(folder)
     with StubScheduler(f"ipc://{folder}/s", FLEET) as stub, Process(folder, shutdown_grace=600) as gateway:
         wait_until(lambda: gateway.status() == 200)
-        stub.script = Script([], FinishReason.NOT_FINISHED)
-        thread = stream(gateway.url, [])
-        stub.wait_for(lambda: stub.running)
-        gateway.process.terminate()
+        stub.script = Script(TOKENIZER.encode(output).ids, FinishReason.NOT_FINISHED)
+        results: list[str] = []
+        threads = [stream(gateway.url, results) for _ in range(4)]
+        stub.wait_for(lambda: stub.running == 4)
+        gateway.process.send_signal(number)
         wait_until(lambda: gateway.status() == 503)
-        gateway.process.terminate()
+        gateway.process.send_signal(number)
         assert gateway.wait()[0] == 0
-        thread.join(20)
+        for thread in threads:
+            thread.join(20)
+        assert len(results) == 4
+        for result in results:
+            last = sse_events(result)[-1] if output or result.startswith("data: ") else result
+            assert json.loads(last)["error"]["code"] == "server_stopping"
 
 
 def test_it_sleeps_when_nothing_is_to_do(folder: Path) -> None:

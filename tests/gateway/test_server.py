@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import http.client
 import json
 import socket
 from collections.abc import Iterator
@@ -13,6 +16,7 @@ from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
 from structlog.testing import capture_logs
 
+from pagemill_gateway.http_protocol import MAX_SURPLUS_BYTES
 from pagemill_gateway.server import Gateway
 from pagemill_shared.settings import GatewaySettings
 
@@ -88,6 +92,60 @@ def test_a_body_that_is_too_large(api: Stage) -> None:
 
     error_of(httpx.post(api.gateway.url + "/v1/completions", content=parts(), timeout=20), 413)
     assert api.post("/v1/completions", prompt="x").status_code == 200
+
+
+def test_a_client_that_sends_all_before_it_reads_sees_the_refusal(api: Stage) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", api.gateway.port, timeout=20)
+    with contextlib.closing(connection):
+        for body in (b"x" * 20_000_000, (b"x" * 100_000 for _ in range(200))):
+            connection.request("POST", "/v1/completions", body)
+            response = connection.getresponse()
+            assert response.status == 413
+            assert json.loads(response.read())["error"]["code"] == "request_too_large"
+        connection.request("POST", "/v1/completions", b'{"prompt": "x"}')  # on the same connection
+        assert connection.getresponse().status == 200
+
+
+def test_a_body_without_end_is_cut(api: Stage) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n"
+    sent = 0
+    with socket.create_connection(("127.0.0.1", api.gateway.port), timeout=20) as client:
+        client.sendall(head)
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            while sent < 4 * MAX_SURPLUS_BYTES:
+                client.sendall(b"x" * 1_000_000)
+                sent += 1_000_000
+    assert MAX_SURPLUS_BYTES <= sent < 2 * MAX_SURPLUS_BYTES
+    assert api.client.get("/health").status_code == 200
+
+
+def test_a_client_that_waits_for_a_word_before_its_body_is_told_at_once(api: Stage) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\nExpect: 100-continue\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", api.gateway.port), timeout=20) as client:
+        client.sendall(head)
+        data = b""
+        while part := client.recv(65536):  # until the connection is closed
+            data += part
+    assert data.startswith(b"HTTP/1.1 413 ")
+    assert b"\r\nconnection: close\r\n" in data
+    body = b'{"prompt": "x"}'
+    with socket.create_connection(("127.0.0.1", api.gateway.port), timeout=20) as client:
+        client.sendall(head.replace(b"100000", str(len(body)).encode()))
+        assert client.recv(65536).startswith(b"HTTP/1.1 100 Continue")
+        client.sendall(body)
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize("path", [*BOTH, "/tokenize", "/detokenize"])
+def test_a_compressed_body(api: Stage, path: str) -> None:
+    body = gzip.compress(json.dumps(body_of(path)).encode())
+    response = api.client.post(path, content=body, headers={"Content-Encoding": "gzip"})
+    error = error_of(response, 415)
+    assert error["code"] == "unsupported_encoding"
+    assert "'gzip'" in error["message"]
+    assert response.headers["accept-encoding"] == "identity"
+    plain = httpx.Headers({"Content-Encoding": "identity"})
+    assert api.client.post("/v1/completions", json={"prompt": "x"}, headers=plain).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/x", "/v1", "/v1/nothing", "/v1/completions/", "/%2e%2e/etc", "/v1/pagemill"])

@@ -36,12 +36,13 @@ class Exchange:
         started: whether the status line has been sent.
     """
 
-    __slots__ = ("_receive", "_send", "request_id", "scope", "started")
+    __slots__ = ("_body_wanted", "_receive", "_send", "request_id", "scope", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self.request_id = _given_request_id(scope) or uuid.uuid4().hex
         self.started = False
+        self._body_wanted = False
         self._receive = receive
         self._send = send
 
@@ -49,12 +50,21 @@ class Exchange:
         """The whole body.
 
         Raises:
-            ApiError: 413, it is longer than ``limit`` bytes.
+            ApiError: 413, it is longer than ``limit`` bytes; 415, it is compressed.
             ClientGoneError: the client went before it was all here.
         """
+        encoding = self.header(b"content-encoding") or b"identity"
+        if encoding.strip().lower() not in (b"identity", b""):
+            raise ApiError(
+                415,
+                f"Content-Encoding {encoding.decode('latin-1')!r:.40} is not supported: send the body as it is",
+                code="unsupported_encoding",
+                headers={"Accept-Encoding": "identity"},
+            )
         declared = self.header(b"content-length")
         if declared is not None and declared.isdigit() and int(declared) > limit:
             raise _too_large(limit)
+        self._body_wanted = True
         parts: list[bytes] = []
         size = 0
         more = True
@@ -90,8 +100,18 @@ class Exchange:
         await self.send_bytes(body, 200, None, [_JSON])
 
     async def send_error(self, error: ApiError) -> None:
-        """The error as a response; a body that was not read in full ends the connection."""
-        await self.send_bytes(error.encoded(), error.status, error.headers, [_JSON])
+        """The error as a response.
+
+        What is left of the body is dropped as it comes: a connection that were closed before its client has sent it all
+        would be reset, and the response lost. But a client that waits for a word before it sends its body may send it
+        or not, so nobody knows what would come next on its connection.
+        """
+        closing = {"Connection": "close"} if self._client_waits else {}
+        await self.send_bytes(error.encoded(), error.status, {**error.headers, **closing}, [_JSON])
+
+    @property
+    def _client_waits(self) -> bool:
+        return not self._body_wanted and (self.header(b"expect") or b"").lower() == b"100-continue"
 
     async def send_bytes(self, body: bytes, status: int, headers: dict[str, str] | None, content_type: Headers) -> None:
         given = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
@@ -135,6 +155,4 @@ def _given_request_id(scope: Scope) -> str | None:
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413, f"the request body is larger than {limit} bytes", code="request_too_large", headers={"Connection": "close"}
-    )
+    return ApiError(413, f"the request body is larger than {limit} bytes", code="request_too_large")

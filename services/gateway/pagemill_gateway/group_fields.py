@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from pagemill_gateway.bodies import field_error
 from pagemill_shared.sampling import MAX_SEQUENCES, EarlyStopping
@@ -24,6 +24,13 @@ class GroupFields(BaseModel):
     beam_width: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
     length_penalty: float = Field(1.0, ge=-MOST_LENGTH_PENALTY, le=MOST_LENGTH_PENALTY)
     early_stopping: bool | Literal["never"] = False
+
+    @field_validator("early_stopping", mode="before", json_schema_input_type=bool | Literal["never"])
+    @classmethod
+    def _check_early_stopping(cls, value: Any) -> Any:
+        if isinstance(value, bool) or value == "never":
+            return value
+        raise ValueError('must be true, false or "never"')
 
     @model_validator(mode="after")
     def _check_group(self) -> GroupFields:

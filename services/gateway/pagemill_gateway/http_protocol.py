@@ -10,6 +10,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from pagemill_gateway.errors import ApiError
 from pagemill_gateway.exchange import ABORT_EXTENSION
 
+MAX_SURPLUS_BYTES = 64 * 1024 * 1024
+"""What a client may still send of a body when its request has been answered, a refusal of a large one in particular."""
 STALLED_CLIENT_S = 30.0
 """A client that has taken nothing of what is written to it for so long is cut off."""
 
@@ -17,8 +19,17 @@ STALLED_CLIENT_S = 30.0
 class HttpProtocol(HttpToolsProtocol):
     _watch: asyncio.TimerHandle | None = None
     _unsent = 0
+    _surplus = 0
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self.cycle.response_complete:  # then it was dropped
+            self._surplus += len(body)
+            if self._surplus > MAX_SURPLUS_BYTES:
+                self.transport.abort()
 
     def on_message_begin(self) -> None:
+        self._surplus = 0
         super().on_message_begin()
         self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self.transport.abort}}
 

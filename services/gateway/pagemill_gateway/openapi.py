@@ -19,6 +19,7 @@ _STATUS_TEXT = {
     401: "No valid API key.",
     404: "There is no such model.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "Too many requests; `Retry-After` says when to try again.",
     500: "The server's fault.",
     503: "Nothing can be served now; `Retry-After` says when to try again.",
