@@ -56,13 +56,12 @@ SMALL: dict[str, Any] = {
 
 def outcome(model_type: str, architecture: str) -> tuple[str, str]:
     """("runs" | "refused" | "not tried", why)."""
-    try:
-        model = tiny(model_type, architecture)
-    except Exception as error:  # whatever a configuration of this size is to it
-        return "not tried", f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model.save_pretrained(folder)
+        try:
+            tiny(model_type, architecture).save_pretrained(folder)
+        except Exception as error:  # whatever a configuration of this size is to it
+            return "not tried", f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:100]}"
         make = LinearFactory(torch.float32, CPU)
         try:
             load_general(folder, read_config(folder), 256, torch.float32, CPU, make, TorchKernels())

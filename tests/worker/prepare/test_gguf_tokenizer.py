@@ -72,13 +72,15 @@ class TestByteLevel:
     def test_numbers_are_cut_as_the_pre_tokenizer_says(self) -> None:
         cuts = {
             pre: [text for text, _ in loaded(byte_level_vocabulary(pre)).pre_tokenizer.pre_tokenize_str("it's 12345")]
-            for pre in ("smollm", "gpt-2", "llama-bpe", "tekken")
+            for pre in ("smollm", "gpt-2", "llama-bpe", "tekken", "dbrx", "gpt-4o")
         }
         assert cuts == {
             "smollm": ["it", "'s", "Ġ", "1", "2", "3", "4", "5"],
             "gpt-2": ["it", "'s", "Ġ12345"],
             "llama-bpe": ["it", "'s", "Ġ", "123", "45"],
             "tekken": ["it", "'s", "Ġ", "1", "2", "3", "4", "5"],
+            "dbrx": ["it", "'s", "Ġ", "123", "45"],
+            "gpt-4o": ["it's", "Ġ", "123", "45"],
         }
 
     @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
@@ -239,3 +241,11 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Tokenizer]
     folder = tmp_path_factory.mktemp("converted")
     TinyGguf().write(folder / "tiny.gguf")
     return AutoTokenizer.from_pretrained(folder, gguf_file="tiny.gguf"), loaded(byte_level_vocabulary())
+
+
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS.keys() - {"smollm", "starcoder", "refact", "gpt-2", "olmo"}))
+def test_words_are_cut_as_in_transformers_own_conversion(pre: str) -> None:
+    """It has a table of its own, where it knows the name."""
+    splits = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+    [split] = [step["pattern"]["Regex"] for step in PRE_TOKENIZERS[pre].steps if step["type"] == "Split"]
+    assert split == splits[pre]

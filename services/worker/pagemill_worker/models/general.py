@@ -162,7 +162,9 @@ def load_general(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported then
         )
-    except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
+    except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UnsupportedError(f"cannot be loaded by transformers {transformers.__version__}: {error}") from error
     finally:
         if was_shown:

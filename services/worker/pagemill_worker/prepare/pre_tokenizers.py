@@ -21,6 +21,11 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,8 @@ PRE_TOKENIZERS = {
     "llama-v3": _LLAMA3_WORDS,
     "falcon3": _LLAMA3_WORDS,
     "smaug-bpe": PreTokenizer(_split(_LLAMA3)),
+    "dbrx": PreTokenizer(_split(_LLAMA3)),  # Phi-4
+    "gpt-4o": PreTokenizer(_split(_GPT4O)),  # Phi-4-mini
     "tekken": PreTokenizer(_split(_TEKKEN), whole_words=True, adds_bos=True),
     "qwen2": PreTokenizer(_split(_QWEN2), normalizer={"type": "NFC"}),
 }
