@@ -221,6 +221,27 @@ class ChatEvent(Answer):
     prompt_token_ids: list[int] | None = Field(None, description="In the first event of a choice.")
 
 
+# ---------------------------------------------------------------- embeddings
+
+
+class Embedding(Answer):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="Numbers, or little-endian float32 in base64.")
+
+
+class EmbeddingUsage(Answer):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Answer):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 # ---------------------------------------------------------------- the rest
 
 

@@ -27,7 +27,7 @@ async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> No
     engine.resolver.check(body)
     tools = Tools.of(engine, body)
     grammar = await engine.grammars.check(body.constraint if tools is None else tools.constraint(body))
-    prompt = Prompt(engine.truncated(body, await encode_conversation(engine, body), body.output_limit))
+    prompt = Prompt(body.truncated(await encode_conversation(engine, body), engine.room(body.output_limit)))
     await engine.connection.until_able()
     engine.check_ids(prompt.token_ids, "messages")
     engine.check_prompt_logprobs([prompt], body.prompt_logprobs, "prompt_logprobs")

@@ -16,7 +16,7 @@ MAX_PROMPTS = 256
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
-Prompt = (
+Prompts = (
     Text
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
     | Annotated[list[TokenId], Field(min_length=1)]
@@ -36,7 +36,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
     echo: bool = False
 
-    @field_validator("prompt", mode="wrap", json_schema_input_type=Prompt)
+    @field_validator("prompt", mode="wrap", json_schema_input_type=Prompts)
     @classmethod
     def _check_prompt(cls, value: Any, _handler: Any) -> Any:
         return check_prompt(value)

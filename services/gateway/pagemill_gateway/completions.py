@@ -6,17 +6,15 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from pagemill_gateway.choice import Choice, TokenLogprob
 from pagemill_gateway.completion_body import CompletionBody
 from pagemill_gateway.echo import Echo, echo_of, prompt_logprobs
+from pagemill_gateway.encoding import encode_prompts
 from pagemill_gateway.engine import Engine, Generation
-from pagemill_gateway.errors import ApiError
 from pagemill_gateway.exchange import Exchange, json_text
 from pagemill_gateway.logprobs import completion_lists, finite
-from pagemill_gateway.prompt import Prompt
 from pagemill_gateway.streaming import EventWriter, collect, quote, send_stream
 from pagemill_gateway.tokenizer import TextTokenizer
 
@@ -28,10 +26,10 @@ async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     body = await engine.parse(CompletionBody, raw)
     engine.resolver.check(body)
     grammar = await engine.grammars.check(body.constraint)
-    prompts = await _encode(engine, body)
+    explicit = "max_tokens" in body.model_fields_set
+    prompts = await encode_prompts(engine, body, body.prompts, "prompt", body.max_tokens if explicit else None)
     await engine.connection.until_able()
     engine.check_prompt_logprobs(prompts, body.told_of_prompt, "logprobs" if body.echo else "prompt_logprobs")
-    explicit = "max_tokens" in body.model_fields_set
     limits = [engine.max_tokens(len(prompt), body.max_tokens, explicit, "prompt", "max_tokens") for prompt in prompts]
     generation = engine.generation(
         body, prompts, limits, body.logprobs, body.request_id or exchange.request_id, arrived, {}, grammar
@@ -49,28 +47,6 @@ async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
         await exchange.send_json_text(
             await engine.sized(size, lambda: json_text(envelope | _whole(engine.tokenizer, generation, body)))
         )
-
-
-async def _encode(engine: Engine, body: CompletionBody) -> list[Prompt]:
-    encoded = []
-    explicit = body.max_tokens if "max_tokens" in body.model_fields_set else None
-    for prompt in body.prompts:
-        if isinstance(prompt, str):
-            encode = partial(engine.tokenizer.encode, prompt, add_special_tokens=body.add_special_tokens)
-            ids = await engine.sized(len(prompt), encode)
-            if not ids:
-                raise ApiError(400, "prompt: the text has no tokens", param="prompt", code="invalid_value")
-        else:
-            ids = prompt
-        engine.check_ids(ids, "prompt")
-        used = engine.truncated(body, ids, explicit)
-        hides_bos = isinstance(prompt, str) and used[:1] == ids[:1] and _adds_bos(engine.tokenizer, prompt, body)
-        encoded.append(Prompt(used, int(hides_bos)))
-    return encoded
-
-
-def _adds_bos(tokenizer: TextTokenizer, text: str, body: CompletionBody) -> bool:
-    return body.add_special_tokens and tokenizer.bos is not None and not text.startswith(tokenizer.bos)
 
 
 def _whole(tokenizer: TextTokenizer, generation: Generation, body: CompletionBody) -> dict[str, Any]:

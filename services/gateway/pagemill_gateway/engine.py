@@ -19,13 +19,14 @@ from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.output import Output
 from pagemill_gateway.parsing import parse_body
 from pagemill_gateway.prompt import Prompt
-from pagemill_gateway.prompt_fields import MAX_PROMPT_LOGPROBS, PromptFields
+from pagemill_gateway.prompt_fields import MAX_PROMPT_LOGPROBS
 from pagemill_gateway.requests import GatewayRequest
 from pagemill_gateway.stops import StopStrings
 from pagemill_gateway.tokenizer import TextTokenizer
 from pagemill_gateway.tool_formats import ToolFormat
 from pagemill_shared.errors import RequestError
 from pagemill_shared.manifest import ModelManifest
+from pagemill_shared.sampling import SamplingParams
 
 INLINE_SIZE = 4096
 """Work up to this size (characters of a text, bytes of a body) is done on the event loop, where it takes less time than
@@ -171,9 +172,9 @@ class Engine:
                 code="invalid_value",
             )
 
-    def truncated(self, body: PromptFields, ids: list[int], limit: int | None) -> list[int]:
-        """The part of a prompt that ``truncate_prompt_tokens`` leaves, with room for ``limit`` tokens or for one."""
-        return body.truncated(ids, max(1, self.max_model_len - (1 if limit is None else limit)))
+    def room(self, limit: int | None) -> int:
+        """Most tokens of a prompt that leave room for ``limit`` tokens, or for one where that is None."""
+        return max(1, self.max_model_len - (1 if limit is None else limit))
 
     def check_prompt_logprobs(self, prompts: Sequence[Prompt], alternatives: int | None, param: str) -> None:
         """Raises ApiError when the log-probabilities of the prompts' tokens would be too many."""
@@ -207,8 +208,8 @@ class Engine:
         if room < min(1, 1 if wanted is None else wanted):
             raise ApiError(
                 400,
-                f"this model's maximum context length is {longest} tokens, but the prompt has {prompt_length} tokens "
-                "and at least one must be generated",
+                f"this model's maximum context length is {longest} tokens, but the prompt has {prompt_length} tokens"
+                + ("" if wanted == 0 else " and at least one must be generated"),
                 param=prompt_name,
                 code="context_length_exceeded",
             )
@@ -271,6 +272,39 @@ class Engine:
                 },
             )
             for prompt, limit, choices in zip(prompts, limits, groups, strict=True)
+        ]
+        return Generation(self, requests, output)
+
+    def reading(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        priority: int,
+        request_id: str,
+        arrived: float,
+        field_names: Mapping[str, str],
+    ) -> Generation:
+        """Prepares one request per prompt that generates nothing: what it tells of its prompt is all."""
+        choices = [
+            Choice(index, prompt.token_ids, self.tokenizer.detokenizer((), skip_special_tokens=True), None, 0, False)
+            for index, prompt in enumerate(prompts)
+        ]
+        output = Output(choices, streaming=False)
+        requests = [
+            GatewayRequest(
+                request_id=request_id,
+                prompt=prompt,
+                sampling=sampling,
+                priority=priority,
+                cache_salt="",
+                choices=[choice],
+                shown=1,
+                output=output,
+                timing=self.metrics,
+                arrived=arrived,
+                field_names=field_names,
+            )
+            for prompt, choice in zip(prompts, choices, strict=True)
         ]
         return Generation(self, requests, output)
 

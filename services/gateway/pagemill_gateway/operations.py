@@ -11,6 +11,7 @@ from pagemill_gateway import answers
 from pagemill_gateway.bodies import RequestBody
 from pagemill_gateway.chat_body import ChatBody
 from pagemill_gateway.completion_body import CompletionBody
+from pagemill_gateway.embedding_body import EmbeddingBody
 from pagemill_gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 
@@ -62,6 +63,16 @@ COMPLETION = Operation(
     answers.Completion,
     bodies=(CompletionBody,),
     event=answers.CompletionEvent,
+    errors=_GENERATION_ERRORS,
+)
+EMBEDDINGS = Operation(
+    "POST",
+    "/v1/embeddings",
+    "createEmbedding",
+    "Text",
+    "Pooled hidden states of one or several texts",
+    answers.EmbeddingList,
+    bodies=(EmbeddingBody,),
     errors=_GENERATION_ERRORS,
 )
 TOKENIZE = Operation(

@@ -12,8 +12,9 @@ MAX_PROMPT_LOGPROBS = 1_000_000
 """Most log-probabilities of prompt tokens in one HTTP request: each costs about a hundred bytes in the answer."""
 
 
-class PromptFields(BaseModel):
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+class TruncationFields(BaseModel):
+    """How much of a prompt is used."""
+
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
     truncation_side: Literal["left", "right"] = "left"
 
@@ -34,3 +35,7 @@ class PromptFields(BaseModel):
         if most is None or len(ids) <= most:
             return ids
         return ids[-most:] if self.truncation_side == "left" else ids[:most]
+
+
+class PromptFields(TruncationFields):
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
