@@ -15,7 +15,7 @@ from pagemill_gateway.engine import Engine, Generation
 from pagemill_gateway.exchange import Exchange, json_text
 from pagemill_gateway.logprobs import chat_entries, finite
 from pagemill_gateway.prompt import Prompt
-from pagemill_gateway.streaming import EventWriter, collect, quote, send_stream
+from pagemill_gateway.streaming import ChoiceEvents, collect, quote, send_stream
 from pagemill_gateway.tokenizer import TextTokenizer
 from pagemill_gateway.tool_answers import Tools, ToolStream, finish_reason
 from pagemill_gateway.tool_prompt import needs_text, with_tools_as_text
@@ -24,27 +24,8 @@ from pagemill_gateway.tool_prompt import needs_text, with_tools_as_text
 async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     arrived = time.monotonic()
     body = await engine.parse(ChatBody, raw)
-    engine.resolver.check(body)
     tools = Tools.of(engine, body)
-    grammar = await engine.grammars.check(body.constraint if tools is None else tools.constraint(body))
-    prompt = Prompt(body.truncated(await encode_conversation(engine, body), engine.room(body.output_limit)))
-    await engine.connection.until_able()
-    engine.check_ids(prompt.token_ids, "messages")
-    engine.check_prompt_logprobs([prompt], body.prompt_logprobs, "prompt_logprobs")
-    limit_name = _limit_name(body)
-    explicit = body.output_limit is not None
-    limit = engine.max_tokens(len(prompt), body.output_limit, explicit, "messages", limit_name)
-    generation = engine.generation(
-        body,
-        [prompt],
-        [limit],
-        body.num_logprobs,
-        body.request_id or exchange.request_id,
-        arrived,
-        {"prompt": "messages", "max_tokens": limit_name},
-        grammar,
-        frozenset() if tools is None else tools.shown,
-    )
+    generation = await chat_generation(engine, body, tools, body.request_id or exchange.request_id, arrived)
     envelope = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -58,6 +39,36 @@ async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> No
         await exchange.send_json_text(
             await engine.sized(size, lambda: json_text(envelope | _whole(engine.tokenizer, generation, body, tools)))
         )
+
+
+async def chat_generation(
+    engine: Engine, body: ChatBody, tools: Tools | None, request_id: str, arrived: float
+) -> Generation:
+    """All that comes before the first token of an answer to a conversation.
+
+    Raises:
+        ApiError: it cannot be served; ``param`` is a field of ``body``.
+    """
+    engine.resolver.check(body)
+    grammar = await engine.grammars.check(body.constraint if tools is None else tools.constraint(body))
+    prompt = Prompt(body.truncated(await encode_conversation(engine, body), engine.room(body.output_limit)))
+    await engine.connection.until_able()
+    engine.check_ids(prompt.token_ids, "messages")
+    engine.check_prompt_logprobs([prompt], body.prompt_logprobs, "prompt_logprobs")
+    limit_name = _limit_name(body)
+    explicit = body.output_limit is not None
+    limit = engine.max_tokens(len(prompt), body.output_limit, explicit, "messages", limit_name)
+    return engine.generation(
+        body,
+        [prompt],
+        [limit],
+        body.num_logprobs,
+        request_id,
+        arrived,
+        {"prompt": "messages", "max_tokens": limit_name},
+        grammar,
+        frozenset() if tools is None else tools.shown,
+    )
 
 
 _TURN_SIZE = 64
@@ -122,7 +133,7 @@ def _whole(tokenizer: TextTokenizer, generation: Generation, body: ChatBody, too
     return whole
 
 
-class ChatEvents(EventWriter):
+class ChatEvents(ChoiceEvents):
     """Events of a chat completion: the role, then content and function calls, then the finish reason."""
 
     def __init__(self, tokenizer: TextTokenizer, envelope: dict[str, Any], body: ChatBody, tools: Tools | None) -> None:

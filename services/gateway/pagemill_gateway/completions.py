@@ -15,7 +15,7 @@ from pagemill_gateway.encoding import encode_prompts
 from pagemill_gateway.engine import Engine, Generation
 from pagemill_gateway.exchange import Exchange, json_text
 from pagemill_gateway.logprobs import completion_lists, finite
-from pagemill_gateway.streaming import EventWriter, collect, quote, send_stream
+from pagemill_gateway.streaming import ChoiceEvents, collect, quote, send_stream
 from pagemill_gateway.tokenizer import TextTokenizer
 
 _NO_ECHO = Echo("", None)
@@ -80,7 +80,7 @@ def _joined(echo: Echo, lists: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return lists if head is None else {name: head[name] + items for name, items in lists.items()}
 
 
-class CompletionEvents(EventWriter):
+class CompletionEvents(ChoiceEvents):
     """Events of a text completion; its choices come interleaved, each behind its prompt where that is echoed."""
 
     def __init__(

@@ -7,11 +7,12 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from pagemill_gateway import answers
+from pagemill_gateway import answers, response_answers
 from pagemill_gateway.bodies import RequestBody
 from pagemill_gateway.chat_body import ChatBody
 from pagemill_gateway.completion_body import CompletionBody
 from pagemill_gateway.embedding_body import EmbeddingBody
+from pagemill_gateway.response_body import ResponseBody
 from pagemill_gateway.token_bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 
@@ -63,6 +64,17 @@ COMPLETION = Operation(
     answers.Completion,
     bodies=(CompletionBody,),
     event=answers.CompletionEvent,
+    errors=_GENERATION_ERRORS,
+)
+RESPONSE = Operation(
+    "POST",
+    "/v1/responses",
+    "createResponse",
+    "Text",
+    "An answer to a conversation in the shape of OpenAI's Responses API, whole or streamed; nothing is stored",
+    response_answers.Response,
+    bodies=(ResponseBody,),
+    event=response_answers.ResponseEvent,
     errors=_GENERATION_ERRORS,
 )
 EMBEDDINGS = Operation(

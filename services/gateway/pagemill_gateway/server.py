@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from pagemill_gateway import chat, completions, embeddings, operations, status, tokens
+from pagemill_gateway import chat, completions, embeddings, operations, responses, status, tokens
 from pagemill_gateway.engine import Engine
 from pagemill_gateway.errors import ApiError
 from pagemill_gateway.exchange import ClientGoneError, Exchange, json_text
@@ -89,6 +89,7 @@ class Gateway:
         return [
             self._route(operations.CHAT, chat.chat_completions),
             self._route(operations.COMPLETION, completions.completions),
+            self._route(operations.RESPONSE, responses.responses),
             self._route(operations.EMBEDDINGS, embeddings.embeddings),
             self._route(operations.TOKENIZE, tokens.tokenize),
             self._route(operations.DETOKENIZE, tokens.detokenize),

@@ -12,6 +12,7 @@ from typing import Any
 
 from pagemill_gateway.choice import Choice, TokenLogprob
 from pagemill_gateway.engine import Generation
+from pagemill_gateway.errors import ApiError
 from pagemill_gateway.exchange import Exchange
 from pagemill_gateway.generation_body import GenerationBody
 from pagemill_gateway.logprobs import finite
@@ -20,13 +21,33 @@ from pagemill_gateway.output import Output
 HEADER_WAIT_S = 1.0
 """How long the status line waits for the first output, so that a refusal can still be an HTTP error."""
 
-_DONE = b"data: [DONE]\n\n"
+_DONE = "data: [DONE]\n\n"
 quote = encode_basestring
 """JSON text of a string, the C implementation; the reason why pieces are put together by hand."""
 
 
 class EventWriter(ABC):
-    """Writes the events of one response.
+    """Writes the events of one response."""
+
+    def opening(self, choice: Choice) -> str:
+        """Events before a choice's first piece."""
+        return ""
+
+    @abstractmethod
+    def news(self, choice: Choice) -> str:
+        """All that is new of ``choice``."""
+
+    @abstractmethod
+    def closing(self, generation: Generation) -> str:
+        """The last events, when all has ended well."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> str:
+        """The last event, when it has not."""
+
+
+class ChoiceEvents(EventWriter):
+    """Events that each hold a piece of one choice: chat and text completions.
 
     Args:
         envelope: id, object, created and model, the same in all events.
@@ -40,10 +61,6 @@ class EventWriter(ABC):
         self.include_usage = body.include_usage
         self.return_token_ids = body.return_token_ids
         self._ranked = body.ranked
-
-    def opening(self, choice: Choice) -> str:
-        """Events before a choice's first piece."""
-        return ""
 
     @abstractmethod
     def piece(self, choice: Choice, text: str, entries: Sequence[TokenLogprob], more: str) -> str:
@@ -59,11 +76,14 @@ class EventWriter(ABC):
         score = f',"score":{finite(choice.score)}' if self._ranked else ""
         return f'{quote(reason)},"stop_reason":{json.dumps(choice.stop_reason, ensure_ascii=False)}{score}'
 
-    def usage(self, usage: dict[str, Any]) -> str:
-        return f'{self.head}],"usage":{json.dumps(usage)}}}\n\n'
+    def closing(self, generation: Generation) -> str:
+        usage = f'{self.head}],"usage":{json.dumps(generation.usage)}}}\n\n' if self.include_usage else ""
+        return usage + _DONE
+
+    def failure(self, error: ApiError) -> str:
+        return f"data: {error.encoded().decode()}\n\n"
 
     def news(self, choice: Choice) -> str:
-        """All that is new of ``choice``."""
         text, entries = choice.take()
         token_ids = choice.take_token_ids() if self.return_token_ids else []
         more = f',"token_ids":{token_ids}' if self.return_token_ids else ""
@@ -133,8 +153,4 @@ def _watching(exchange: Exchange, output: Output) -> Iterator[None]:
 
 def _last_events(events: str, generation: Generation, writer: EventWriter) -> bytes:
     error = generation.output.error
-    if error is not None:
-        return events.encode() + b"data: " + error.encoded() + b"\n\n"
-    if writer.include_usage:
-        events += writer.usage(generation.usage)
-    return events.encode() + _DONE
+    return (events + (writer.closing(generation) if error is None else writer.failure(error))).encode()
