@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and measures pagemill on a machine with one NVIDIA GPU, in under 6 minutes; a short table comes last.
 #
-#   scripts/gpu_check.sh [--only correctness,kernels,step,server] [--quick] [--json]
+#   scripts/gpu_check.sh [--only correctness,kernels,step,server,peer] [--quick] [--json]
 #
 # PYTHON chooses the interpreter (default: .venv/bin/python where there is one, else python3). It needs torch and triton;
 # pagemill itself is taken from this checkout. WHEELS names a folder of wheels for what else it lacks, which are unpacked

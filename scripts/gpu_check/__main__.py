@@ -11,7 +11,7 @@ import torch
 
 from gpu_check.table import Row, as_json, table
 
-SECTIONS = ("correctness", "kernels", "step", "server")
+SECTIONS = ("correctness", "kernels", "step", "server", "peer")
 NO_GPU = 3
 
 
@@ -42,10 +42,14 @@ def section(name: str, device: torch.device, bandwidth: float, quick: bool) -> I
         from gpu_check import step
 
         yield from step.measure(device, bandwidth, quick)
-    else:
+    elif name == "server":
         from gpu_check import server
 
         yield from server.measure(device, quick)
+    else:
+        from gpu_check import peer
+
+        yield from peer.measure(device, quick)
 
 
 def main(arguments: Sequence[str]) -> int:

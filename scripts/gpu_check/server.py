@@ -81,35 +81,51 @@ class Server:
                 self._process.wait()
 
 
-def throughput(server: Server, concurrency: int, prompt: int, output: int, vocab_size: int) -> float:
-    """Output tokens per second of ``concurrency`` requests at once. No two prompts begin alike."""
+def made_up(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Prompts, no two of which begin alike."""
     words = vocab_size - 3  # ids 0 to 2 are special
-    prompts = [[3 + (n * 7919 + i * 31 + i * i) % words for i in range(prompt)] for n in range(concurrency)]
+    return [[3 + (n * 7919 + i * 31 + i * i) % words for i in range(length)] for n in range(count)]
+
+
+def cases(shape: Shape, quick: bool) -> list[tuple[str, list[list[int]], int]]:
+    """What each is called, its prompts, which come at once, and the tokens asked for."""
+    prompt, output = (16, 8) if quick else (PROMPT, OUTPUT)
+    return [
+        (f"{shape.name}, {n} at once, {prompt} in, {output} out", made_up(n, prompt, shape.vocab_size), output)
+        for n in CONCURRENCIES
+    ]
+
+
+def throughput(server: Server, prompts: list[list[int]], output: int) -> float:
+    """Output tokens per second of ``prompts`` at once."""
     begun = time.perf_counter()
-    with ThreadPoolExecutor(concurrency) as pool:
+    with ThreadPoolExecutor(len(prompts)) as pool:
         came = list(pool.map(lambda ids: server.complete(ids, output), prompts))
     seconds = time.perf_counter() - begun
-    if came != [output] * concurrency:
+    if came != [output] * len(prompts):
         raise RuntimeError(f"asked for {output} tokens each, got {sorted(set(came))}")
     return sum(came) / seconds
 
 
 def measure(device: torch.device, quick: bool, shape: Shape = LLAMA_1B, flags: tuple[str, ...] = ()) -> Iterator[Row]:
+    """With CUDA graphs and, unless ``quick``, without."""
+    kinds: tuple[tuple[str, tuple[str, ...]], ...] = (("server", ()), ("server, no graphs", ("--no-cuda-graphs",)))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_folder(shape, folder / "model", device)
         torch.cuda.empty_cache()
-        server = Server(model, folder, "--device", device.type, *(flags or ("--max-model-len", "8192")))
-        try:
-            yield Row("server, until ready", shape.name, server.wait_until_ready(), "s")
-            prompt, output = (16, 8) if quick else (PROMPT, OUTPUT)
-            throughput(server, 1, prompt, output, shape.vocab_size)  # compiles what has not run yet
-            for concurrency in CONCURRENCIES:
-                rate = throughput(server, concurrency, prompt, output, shape.vocab_size)
-                case = f"{shape.name}, {concurrency} at once, {prompt} in, {output} out"
-                yield Row("server, output", case, rate, "tokens/s", note=_kernels(server))
-        finally:
-            server.close()
+        flags = ("--device", device.type, *(flags or ("--max-model-len", "8192")))
+        for kind, more in kinds[:1] if quick else kinds:
+            server = Server(model, folder, *flags, *more)
+            try:
+                yield Row(f"{kind}, until ready", shape.name, server.wait_until_ready(), "s")
+                made = cases(shape, quick)
+                throughput(server, *made[0][1:])  # compiles what has not run yet
+                for case, prompts, output in made:
+                    rate = throughput(server, prompts, output)
+                    yield Row(f"{kind}, output", case, rate, "tokens/s", note=_kernels(server))
+            finally:
+                server.close()
 
 
 def _kernels(server: Server) -> str:

@@ -120,6 +120,9 @@ class RandomWeights:
     def fuse(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Tensor:
         return torch.cat([self.take(name, shape) for name, shape in zip(names, shapes, strict=True)])
 
+    def blocks(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        """Nothing is quantised here."""
+
     def refuse_unread(self, harmless: Sequence[str]) -> None:
         """Nothing is left unread here."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +17,13 @@ from gpu_check.shapes import DTYPE, LLAMA_1B, LLAMA_8B, RandomWeights, Shape
 from gpu_check.table import Row
 from gpu_check.timing import milliseconds
 from pagemill_kernels.gpu.kernels import TritonKernels
+from pagemill_kernels.interface import ResidentKernels
 from pagemill_shared.messages import IterationPlan, SequenceJoin, WorkerWelcome
 from pagemill_shared.sampling import SamplingParams
-from pagemill_worker.batch import build_batch
 from pagemill_worker.cache import KVCache
+from pagemill_worker.forward import ResidentForward
 from pagemill_worker.grammar_compiler import GrammarCompiler
+from pagemill_worker.graphs import CudaRecorder, Record
 from pagemill_worker.models.architectures import ARCHITECTURES
 from pagemill_worker.models.decoder import DecoderModel
 from pagemill_worker.runner import Runner
@@ -29,15 +33,33 @@ CASES = ((LLAMA_8B, 1, 1024), (LLAMA_8B, 64, 1024), (LLAMA_1B, 1, 1024), (LLAMA_
 AIM = 0.65
 
 
-def make_runner(shape: Shape, batch: int, context: int, steps: int, device: torch.device, kernels: Any) -> Runner:
-    """A runner whose pool holds ``batch`` sequences of ``context`` tokens and ``steps`` more."""
+@dataclass(frozen=True)
+class Loaded:
+    """A model, and a pool for ``batch`` sequences of ``context`` tokens and some more."""
+
+    model: DecoderModel
+    cache: KVCache
+    kernels: ResidentKernels[Any]
+    longest: int
+
+    def runner(self, recorder: Callable[[], Record] | None) -> Runner:
+        """As a worker on a GPU has it; without CUDA graphs where ``recorder`` is None."""
+        device = self.cache.pool.device
+        forward = ResidentForward(self.model, self.cache, self.kernels, device, self.longest, recorder)
+        no_grammars = GrammarCompiler(Path(), self.model.vocab_size, [])
+        return Runner(self.model, self.cache, self.kernels, self.longest, device, no_grammars, forward=forward)
+
+
+def load(
+    shape: Shape, batch: int, context: int, steps: int, device: torch.device, kernels: ResidentKernels[Any]
+) -> Loaded:
+    """Random weights, and room for ``steps`` more tokens of each sequence."""
     longest = context + steps + 1
     weights = cast(Any, RandomWeights(shape, device))
     model = DecoderModel(ARCHITECTURES["LlamaForCausalLM"](shape.config), weights, longest, DTYPE, device)
     cache = KVCache(model.cache, BLOCK_SIZE, batch * -(-longest // BLOCK_SIZE), 0, DTYPE, device)
     cache.pool.normal_()
-    no_grammars = GrammarCompiler(Path(), model.vocab_size, [])
-    return Runner(model, cache, kernels, longest, device, no_grammars)
+    return Loaded(model, cache, kernels, longest)
 
 
 def joins(vocab_size: int, batch: int, context: int, steps: int) -> tuple[SequenceJoin, ...]:
@@ -73,44 +95,29 @@ def run_steps(runner: Runner, batch: int, context: int, steps: int) -> float:
 
 
 @torch.inference_mode()
-def replayed(runner: Runner, batch: int) -> float:
-    """Median seconds of the forward pass up to the logits as one CUDA graph: the kernels with nothing between them."""
-    assert runner._rows is not None
-    plan = IterationPlan(0, 1, decode_rows=np.arange(batch, dtype=np.int32))
-    made = build_batch(plan, runner._rows, BLOCK_SIZE, runner.max_model_len)
-    assert made is not None
-    device = runner.cache.pool.device
-    step = runner.kernels.prepare(made.attention, runner.cache.pool)
-    token_ids, positions = torch.from_numpy(made.token_ids).to(device), torch.from_numpy(made.positions).to(device)
-
-    def forward() -> torch.Tensor:
-        hidden = runner.model.forward(token_ids, positions, runner.cache.pool, runner.kernels, step)
-        return runner.model.logits(hidden)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles, and uploads what the step needs
-        for _ in range(2):
-            forward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        forward()
-    return milliseconds(lambda _: graph.replay(), 20) / 1e3
+def device_seconds(runner: Runner, batch: int) -> float:
+    """Median seconds of the forward pass up to the logits, replayed: what the device needs, with no host between."""
+    forward = cast(ResidentForward, runner.forward)
+    assert forward.graphs is not None
+    repeat = forward.graphs.recorded(batch)
+    return milliseconds(lambda _: runner.model.logits(repeat()), 20) / 1e3
 
 
 def measure(device: torch.device, bandwidth: float, quick: bool) -> Iterator[Row]:
     steps = 24
     for shape, batch, context in CASES[2:] if quick else CASES:
-        runner = make_runner(shape, batch, context, steps, device, TritonKernels.on(device))
+        loaded = load(shape, batch, context, steps, device, TritonKernels.on(device))
         case = f"{shape.name}, {batch} x {context}"
         # A copy reads and writes; what only reads is bound by the same total.
         floor = shape.step_bytes(batch, context) / bandwidth
-        eager = run_steps(runner, batch, context, steps)
-        graph = replayed(runner, batch)
-        yield Row("decode step, runner", case, eager * 1e3, "ms", floor / eager)
-        yield Row("forward pass, graph replay", case, graph * 1e3, "ms", floor / graph, AIM if batch == 64 else None)
-        note = "the runner captures no graphs yet"
-        yield Row("decode step, runner with graphs", case, None, "n/a", note=note)
-        del runner
+        eager = run_steps(loaded.runner(None), batch, context, steps)
+        yield Row("decode step, no graphs", case, eager * 1e3, "ms", floor / eager)
+        runner = loaded.runner(partial(CudaRecorder, device))
+        graphs = run_steps(runner, batch, context, steps)
+        yield Row("decode step, graphs", case, graphs * 1e3, "ms", floor / graphs, AIM if batch == 64 else None)
+        replay = device_seconds(runner, batch)
+        yield Row("of that, forward pass on the device", case, replay * 1e3, "ms", floor / replay)
+        idle = max(0.0, 1 - replay / graphs)
+        yield Row("of that, neither forward pass nor logits", case, idle * 100, "%")
+        del runner, loaded
         torch.cuda.empty_cache()

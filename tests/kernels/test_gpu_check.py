@@ -15,10 +15,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
 from gpu_check import __main__ as command  # noqa: E402
-from gpu_check import correctness, kernels, server, shapes, step  # noqa: E402
+from gpu_check import correctness, kernels, peer, server, shapes, step  # noqa: E402
 from gpu_check.table import Row, as_json, table  # noqa: E402
 
 from pagemill_kernels.reference import TorchKernels  # noqa: E402
+from pagemill_worker.graphs import run_again  # noqa: E402
 
 CPU = torch.device("cpu")
 TINY = shapes.Shape("tiny", 200, 64, 96, 2, 4, 2, 16, tied=True, max_model_len=256)
@@ -39,7 +40,7 @@ def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("--only=speed", "--only="):
         with pytest.raises(SystemExit):
             command.parse([wrong])
-        assert "--only knows correctness, kernels, step, server, not" in capsys.readouterr().err
+        assert "--only knows correctness, kernels, step, server, peer, not" in capsys.readouterr().err
 
 
 def test_model_shapes() -> None:
@@ -64,9 +65,13 @@ def test_counts_of_bytes_and_operations() -> None:
 
 
 def test_decode_steps_of_a_model_with_random_weights() -> None:
-    runner = step.make_runner(TINY, 3, 40, 10, CPU, TorchKernels())
-    assert step.run_steps(runner, 3, 40, 10) > 0
-    assert runner.kernels.calls["attention"] == 10 * TINY.num_layers
+    loaded = step.load(TINY, 3, 40, 10, CPU, TorchKernels())
+    eager, recorded = loaded.runner(None), loaded.runner(lambda: run_again)
+    assert step.run_steps(eager, 3, 40, 10) > 0
+    assert loaded.kernels.calls["attention"] == 10 * TINY.num_layers
+    assert step.run_steps(recorded, 3, 40, 10) > 0
+    with torch.inference_mode():
+        assert recorded.forward.graphs.recorded(4)().shape == (4, TINY.hidden_size)  # type: ignore[attr-defined]
 
 
 def test_random_weights_have_the_names_and_shapes_asked_for() -> None:
@@ -90,6 +95,13 @@ def test_server_end_to_end() -> None:
         ("server, output", "tokens/s"),
     ]
     assert all(row.value and row.value > 0 for row in rows)
+
+
+def test_peer(tmp_path: Path) -> None:
+    model = shapes.write_folder(TINY, tmp_path, CPU)
+    [row] = peer.throughputs(model, CPU, [("three", server.made_up(3, 9, TINY.vocab_size), 4)])
+    assert (row.case, row.unit) == ("three", "tokens/s")
+    assert row.value
 
 
 def test_table() -> None:

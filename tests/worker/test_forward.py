@@ -59,9 +59,9 @@ def drive(runner: Runner, seed: int) -> list[DrivenSequence]:
 
 
 def check_rows(runner: Runner) -> None:
-    if not isinstance(runner._forward, ResidentForward):
+    if not isinstance(runner.forward, ResidentForward):
         return
-    host, device = cast(Any, runner._rows), runner._forward._rows
+    host, device = cast(Any, runner._rows), runner.forward.rows
     for slot in np.flatnonzero(host.lengths).tolist():
         length, blocks = int(host.lengths[slot]), int(host.table_lengths[slot])
         assert (int(device.lengths[slot]), int(device.newest[slot])) == (length, host.tokens[slot, length - 1])

@@ -69,6 +69,10 @@ class HostForward:
 class ResidentForward:
     """Rows stand on the device; iterations of decode rows alone are repeated recordings.
 
+    Attributes:
+        rows: what stands there.
+        graphs: the recordings, if there are any.
+
     Args:
         recorder: makes what makes the recordings of one set of rows, see `Record`; None to make none.
     """
@@ -85,41 +89,41 @@ class ResidentForward:
         self._model, self._cache, self._kernels, self._device = model, cache, kernels, device
         self._width = -(-max_model_len // cache.block_size) + 1
         self._recorder = recorder
-        self._rows = DeviceRows(0, 1, device)
-        self._graphs: DecodeGraphs | None = None
-        self._owners = self._kept = self._rows.lengths[:0]
+        self.rows = DeviceRows(0, 1, device)
+        self.graphs: DecodeGraphs | None = None
+        self._owners = self._kept = self.rows.lengths[:0]
 
     def begin(self, max_num_seqs: int) -> None:
         """Lines of an older epoch need no clearing: every sequence joins before it runs."""
-        if max_num_seqs > self._rows.padding:
-            self._graphs = None
-            self._rows = DeviceRows(max(max_num_seqs, FIRST_LINES), self._width, self._device)
+        if max_num_seqs > self.rows.padding:
+            self.graphs = None
+            self.rows = DeviceRows(max(max_num_seqs, FIRST_LINES), self._width, self._device)
             if self._recorder is not None:
                 record = self._recorder()
-                self._graphs = DecodeGraphs(self._model, self._cache, self._kernels, self._rows, record)
+                self.graphs = DecodeGraphs(self._model, self._cache, self._kernels, self.rows, record)
 
     def run(self, plan: IterationPlan, batch: Batch | None, rows: Rows) -> Tensor | None:
-        delta = self._rows.delta(plan)
+        delta = self.rows.delta(plan)
         if batch is None:
-            self._rows.apply(upload(delta.arrays, self._device))
+            self.rows.apply(upload(delta.arrays, self._device))
             return None
         decodes, contexts = batch.attention.num_decodes, batch.attention.context_lens.numpy()
         lines = batch.row_slots[:decodes]
         chunks = np.stack((batch.slot_of, batch.positions, batch.token_ids))[:, decodes:]
-        graphs = self._graphs if not chunks.size else None
+        graphs = self.graphs if not chunks.size else None
         if graphs is not None:
             lines = graphs.padded(lines)
         # A beam's next token is chosen by the scheduler.
         kept = np.flatnonzero(rows.sampling.candidates[batch.token_slots] == 0)
         arrays = [*delta.arrays, lines, chunks, batch.token_slots[kept], kept]
         *changes, device_lines, device_chunks, self._owners, self._kept = upload(arrays, self._device)
-        self._rows.apply(changes)
+        self.rows.apply(changes)
         if graphs is not None:
             return graphs.run(lines, contexts, device_lines)
-        inputs = self._rows.inputs(device_lines, device_chunks, self._cache.block_size)
+        inputs = self.rows.inputs(device_lines, device_chunks, self._cache.block_size)
         attention = replace(
             batch.attention,
-            block_tables=self._rows.tables,
+            block_tables=self.rows.tables,
             slot_mapping=inputs.slots,
             lines=torch.from_numpy(batch.row_slots),
         )
@@ -129,4 +133,4 @@ class ResidentForward:
     def append(self, tokens: Tensor) -> None:
         if self._kept.shape[0] < tokens.shape[0]:
             tokens = tokens[self._kept]
-        self._rows.append(self._owners, tokens)
+        self.rows.append(self._owners, tokens)

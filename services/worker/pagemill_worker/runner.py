@@ -41,6 +41,7 @@ class Runner:
     """One replica's executing half.
 
     Attributes:
+        forward: how iterations are computed.
         announce: told when a grammar is compiled, from another thread.
         threads: CPU threads of an iteration, by its tokens; those that torch was given until they are set.
 
@@ -70,7 +71,7 @@ class Runner:
         self._grammars = grammars
         self._clock = clock
         self.threads = ThreadPolicy(torch.get_num_threads(), torch.get_num_threads())
-        self._forward = forward or HostForward(model, cache, kernels, device)
+        self.forward = forward or HostForward(model, cache, kernels, device)
         self._moves = BlockMoves(cache, kernels, lanes or OneLane())
         self._rows: Rows | None = None
 
@@ -81,7 +82,7 @@ class Runner:
         grammars = GrammarRows(seats, vocab_size, self._grammars, self.announce)
         self._rows = Rows(seats, self.cache.num_blocks, vocab_size, self._device, grammars)
         self._moves.begin()
-        self._forward.begin(seats)
+        self.forward.begin(seats)
 
     def synchronize(self) -> None:
         """Waits until the device has done all that was asked of it."""
@@ -108,7 +109,7 @@ class Runner:
         copied = self._clock()
         if batch is not None and self._device.type == "cpu":
             torch.set_num_threads(self.threads.of(batch.token_ids.size))
-        hidden = self._forward.run(plan, batch, rows)
+        hidden = self.forward.run(plan, batch, rows)
         logits = None if batch is None or hidden is None else self._logits(batch, hidden)
         computed = self._clock()
         reports, faults = self._report(batch, hidden, rows)
@@ -161,7 +162,7 @@ class Runner:
             output_of=rows.output_of,
         )
         drawn = draw(logits, selection, rows.sampling)
-        self._forward.append(drawn.tokens)
+        self.forward.append(drawn.tokens)
         sampled = drawn.read()
         rows.record(owners, sampled.token_ids)
         failed = owners[sampled.token_ids < 0]
