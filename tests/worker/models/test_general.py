@@ -25,6 +25,22 @@ from pagemill_worker.models import general
 GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "initializer_range": 0.2}
 OPT = {"vocab_size": VOCAB, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 OPT |= {"max_position_embeddings": 256, "word_embed_proj_dim": 64, "init_std": 0.2}
+IMAGES = {
+    "eos_token_id": 2,
+    "mm_tokens_per_image": 4,
+    "image_token_index": 160,
+    "boi_token_index": 161,
+    "eoi_token_index": 162,
+    "text_config": {**SIZES, "vocab_size": 163, "head_dim": 16, "sliding_window": WINDOW, "sliding_window_pattern": 2},
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+    },
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "opt": ("OPTForCausalLM", "OPTConfig", OPT),
     "opt, norms behind": (
@@ -36,6 +52,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2, scaled by layer": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
     "mixture of experts": ("MixtralForCausalLM", "MixtralConfig", {**SIZES, "num_local_experts": 4}),
     "windows": ("Starcoder2ForCausalLM", "Starcoder2Config", {**SIZES, "sliding_window": WINDOW}),
+    "text and images": ("Gemma3ForConditionalGeneration", "Gemma3Config", IMAGES),
     "scaled logits": ("CohereForCausalLM", "CohereConfig", {**SIZES, "logit_scale": 0.25}),
 }
 
