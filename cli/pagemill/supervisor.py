@@ -27,6 +27,8 @@ EXIT_FAILURE = 1
 EXIT_CONFIGURATION = 2
 EXIT_KILLED = 130
 _LONGEST_LINE = 64 * 1024
+_HURRY_S = 2.0
+"""Seconds that are left after a second signal."""
 
 Report = Callable[[str, str], None]
 """Takes the name of a part and one line that it printed."""
@@ -76,14 +78,23 @@ class Supervisor:
         self._new_budget = new_budget
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
+        self._told: set[str] = set()
         self._killed = False
 
     def stop(self) -> None:
-        """The first call asks for an orderly stop, the second one kills whatever still runs."""
+        """The first call asks for an orderly stop. The second one hurries the parts that are stopping, so that they can
+        still tell their clients, and kills whatever is left soon after; a third one kills at once."""
         if not self._stopping.is_set():
             self._stopping.set()
-            return
-        self._killed = True
+        elif not self._killed:
+            self._killed = True
+            for name in self._told & self._running.keys():
+                _terminate(self._running[name])
+            asyncio.get_running_loop().call_later(_HURRY_S, self._kill_all)
+        else:
+            self._kill_all()
+
+    def _kill_all(self) -> None:
         for process in self._running.values():
             _kill_group(process)
 
@@ -226,6 +237,7 @@ class Supervisor:
     async def _stop_part(self, part: Part, keeper: asyncio.Task[Any]) -> None:
         """SIGTERM, then SIGKILL if it takes longer than it may; returns when the part's task has ended."""
         if process := self._running.get(part.name):
+            self._told.add(part.name)
             _terminate(process)
         _, late = await asyncio.wait([keeper], timeout=part.stop_timeout)
         if late and (process := self._running.get(part.name)):

@@ -175,6 +175,25 @@ def test_open_streams_finish_when_told_to_stop(serve: Callable[..., Server]) -> 
     assert list(server.temporary.iterdir()) == []
 
 
+def test_a_second_signal_ends_open_streams_with_an_error(serve: Callable[..., Server]) -> None:
+    server = serve("--shutdown-grace", "600")
+    server.until_ready()
+    body = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    told = False
+    last = ""
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            if not told:
+                server.process.send_signal(signal.SIGINT)
+                until(lambda: not server.is_ready(), "the server stops")
+                server.process.send_signal(signal.SIGINT)
+                told = True
+            last = line or last
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_stopping"
+    assert server.end() == 130
+    assert list(server.temporary.iterdir()) == []
+
+
 def test_no_part_outlives_a_killed_server_and_the_next_one_tidies_up(serve: Callable[..., Server], cache: Path) -> None:
     server = serve("--workers", "2")
     server.until_ready()

@@ -175,7 +175,29 @@ def test_a_part_that_does_not_stop_in_time_is_killed(start: Callable[..., Run]) 
     run.no_part_left()
 
 
-def test_a_second_signal_kills_at_once(start: Callable[..., Run]) -> None:
+def test_a_second_signal_hurries_who_is_stopping(start: Callable[..., Run]) -> None:
+    run = start(stages=[[["scheduler", []]], [["gateway", ["second_term"]]]], stop_timeout=1000.0)
+    run.until_noted("scheduler started", "gateway started")
+    run.process.send_signal(signal.SIGINT)
+    run.until_noted("gateway told")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert run.notes()[2:5] == ["gateway told", "gateway told", "gateway ended"]
+    run.no_part_left()
+
+
+def test_a_third_signal_kills_at_once(start: Callable[..., Run]) -> None:
+    run = start(stages=[[["worker", ["ignore_term"]]]], stop_timeout=1000.0)
+    run.until_noted("worker started")
+    for count in (1, 2):
+        run.process.send_signal(signal.SIGINT)
+        until(lambda count=count: run.notes().count("worker told") == count, "the worker is told")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    run.no_part_left()
+
+
+def test_who_does_not_hurry_is_killed(start: Callable[..., Run]) -> None:
     run = start(stages=[[["scheduler", []]], [["worker", ["ignore_term"]]]], stop_timeout=1000.0)
     run.until_noted("scheduler started", "worker started")
     run.process.send_signal(signal.SIGINT)

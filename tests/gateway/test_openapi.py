@@ -117,7 +117,7 @@ class Explorer:
         )
         @given(case=operation.as_strategy(generation_mode=mode))
         def send(case: Any) -> None:
-            response = case.call(base_url=self.url, session=self.session)
+            response = case.call(base_url=self.url, session=self.session, timeout=60)
             self.sent += 1
             place = (operation.path, response.status_code)
             self.answered[place] = self.answered.get(place, 0) + 1

@@ -1,6 +1,7 @@
 """Stands for a part of the server: writes what happens to it into a file, and behaves as its arguments say.
 
-``part.py EVENTS NAME [print=TEXT] [exit=STATUS] [exit_once=STATUS] [ignore_term] [slow_stop=SECONDS] [grandchild]``
+``part.py EVENTS NAME [print=TEXT] [exit=STATUS] [exit_once=STATUS] [ignore_term] [second_term] [slow_stop=SECONDS]
+[grandchild]``
 """
 
 import os
@@ -22,7 +23,7 @@ def note(what: str) -> None:
 
 def on_term(number: int, frame: object) -> None:
     note("told")
-    if "ignore_term" in options:
+    if "ignore_term" in options or options.pop("second_term", None) is not None:
         return
     time.sleep(float(options.get("slow_stop", 0)))
     note("ended")
