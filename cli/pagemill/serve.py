@@ -36,7 +36,10 @@ def serve(settings: ServeSettings) -> int:
         await until_ready(settings.host, settings.port)
         name = settings.served_model_name or read_manifest(prepared_folder(settings.cache_dir, settings.model)).name
         url = url_of(settings.host, settings.port)
-        print(ready_lines(url, name, with_key=settings.api_key is not None), flush=True)
+        print(
+            ready_lines(url, name, with_key=settings.api_key is not None or settings.api_key_file is not None),
+            flush=True,
+        )
 
     def report(part: str, line: str) -> None:
         print(labelled(part, line, settings.log_format), file=sys.stderr, flush=True)

@@ -182,6 +182,25 @@ class HttpSettings(KeySettings):
 
     host: str = Field("127.0.0.1", min_length=1, description="address that the HTTP server binds")
     port: int = Field(8000, ge=0, le=65535, description="port of the HTTP server; 0 takes a free one")
+    api_key_file: Path | None = Field(
+        None,
+        description="file with more keys: one a line, each with priority=N, rate=N (requests a minute) and name=TEXT "
+        "behind it where wanted",
+    )
+    cors_origins: str | None = Field(
+        None,
+        min_length=1,
+        description="origins whose web pages may use the API, separated by commas; * for all of them",
+    )
+    max_concurrent_requests: int | None = Field(
+        None, ge=1, description="most generations that are open at once; one more gets 429"
+    )
+    max_waiting_requests: int | None = Field(
+        None, ge=1, description="most generations that wait for their first token; one more gets 503"
+    )
+    request_timeout: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="seconds that a generation may take, waiting included"
+    )
     served_model_name: str | None = Field(None, min_length=1, description="model name that the API answers to")
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest request body in bytes")
     metrics_prefix: str = Field("pagemill", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="prefix of metric names")

@@ -23,7 +23,7 @@ from pagemill_gateway.engine import Engine
 from pagemill_gateway.errors import ApiError
 from pagemill_gateway.http_protocol import HttpProtocol
 from pagemill_gateway.metrics import GatewayMetrics
-from pagemill_gateway.server import Gateway
+from pagemill_gateway.server import Gateway, limits_of
 from pagemill_gateway.tokenizer import TextTokenizer
 from pagemill_gateway.tool_formats import FORMATS, FormatName, ToolFormat
 from pagemill_shared.errors import ConfigurationError
@@ -126,6 +126,7 @@ async def load_engine(settings: GatewaySettings) -> Engine:
         GenerationDefaults.load(folder),
         Connection(settings, manifest.fingerprint),
         GatewayMetrics(settings.metrics_prefix, name),
+        limits_of(settings),
         tool_format(settings.tool_call_parser, tokenizer),
     )
 

@@ -15,6 +15,7 @@ from pagemill_gateway.defaults import GenerationDefaults, SamplingResolver
 from pagemill_gateway.errors import ApiError
 from pagemill_gateway.generation_body import GenerationBody
 from pagemill_gateway.grammar_checker import GrammarChecker
+from pagemill_gateway.limits import Limits
 from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.output import Output
 from pagemill_gateway.parsing import parse_body
@@ -44,8 +45,19 @@ class Generation:
         self.output = output
         self._engine = engine
 
+    def bound_priority(self, best: int) -> None:
+        """Lets no request be more urgent than ``best``; before they are submitted."""
+        for request in self.requests:
+            request.priority = max(request.priority, best)
+
     def __enter__(self) -> Generation:
-        self._engine.open.add(self)
+        """
+        Raises:
+            ApiError: 429 or 503, too many are open already.
+        """
+        running = self._engine.open
+        self._engine.limits.check(len(running), sum(not generation.output.begun for generation in running))
+        running.add(self)
         for request in self.requests:
             self._engine.connection.submit(request)
         return self
@@ -107,6 +119,7 @@ class Engine:
         defaults: GenerationDefaults,
         connection: Connection,
         metrics: GatewayMetrics,
+        limits: Limits,
         tool_format: ToolFormat,
     ) -> None:
         self.name = name
@@ -117,6 +130,7 @@ class Engine:
         self.grammars = GrammarChecker(tokenizer.to_json, manifest)
         self.connection = connection
         self.metrics = metrics
+        self.limits = limits
         self.created = int(time.time())
         self.open: set[Generation] = set()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")

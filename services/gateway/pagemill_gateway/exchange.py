@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway.errors import ApiError, Headers
+from pagemill_gateway.keys import Key
 
 ABORT_EXTENSION = "pagemill.abort"
 """ASGI extension: ``abort`` is a callable that drops the connection at once, with what its client has not read."""
@@ -34,14 +36,33 @@ class Exchange:
     Attributes:
         request_id: the client's ``X-Request-Id``, or a new one; sent back with every response.
         started: whether the status line has been sent.
+        key: what it came in with, None where none is needed.
+        began: when it came, monotonic.
+        timeout: seconds that the answer may take from then on, None for as long as it takes.
+        extra_headers: that every response to it carries.
     """
 
-    __slots__ = ("_body_wanted", "_receive", "_send", "request_id", "scope", "started")
+    __slots__ = (
+        "_body_wanted",
+        "_receive",
+        "_send",
+        "began",
+        "extra_headers",
+        "key",
+        "request_id",
+        "scope",
+        "started",
+        "timeout",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self.request_id = _given_request_id(scope) or uuid.uuid4().hex
         self.started = False
+        self.key: Key | None = None
+        self.began = time.monotonic()
+        self.timeout: float | None = None
+        self.extra_headers: Headers = []
         self._body_wanted = False
         self._receive = receive
         self._send = send
@@ -138,7 +159,9 @@ class Exchange:
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True
         request_id = (b"x-request-id", self.request_id.encode("ascii"))
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, request_id]})
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [*headers, request_id, *self.extra_headers]}
+        )
 
 
 def json_text(value: Any) -> bytes:

@@ -23,6 +23,7 @@ _STATUS_TEXT = {
     429: "Too many requests; `Retry-After` says when to try again.",
     500: "The server's fault.",
     503: "Nothing can be served now; `Retry-After` says when to try again.",
+    504: "The request took longer than it may.",
 }
 
 References = Mapping[Any, Any]

@@ -42,7 +42,7 @@ class Operation:
     errors: tuple[int, ...] = (503,)
 
 
-_GENERATION_ERRORS = (400, 404, 413, 415, 500, 503)
+_GENERATION_ERRORS = (400, 404, 413, 415, 429, 500, 503, 504)
 
 CHAT = Operation(
     "POST",
@@ -95,7 +95,7 @@ TOKENIZE = Operation(
     "The token ids of a text or a conversation",
     answers.TokenizeAnswer,
     bodies=(TokenizeTextBody, TokenizeChatBody),
-    errors=(400, 404, 413, 415, 503),
+    errors=(400, 404, 413, 415, 429, 503),
 )
 DETOKENIZE = Operation(
     "POST",
@@ -105,7 +105,7 @@ DETOKENIZE = Operation(
     "The text of token ids",
     answers.DetokenizeAnswer,
     bodies=(DetokenizeBody,),
-    errors=(400, 404, 413, 415, 503),
+    errors=(400, 404, 413, 415, 429, 503),
 )
 MODELS = Operation("GET", "/v1/models", "listModels", "Models", "The models that are served", answers.ModelList)
 MODEL = Operation(

@@ -26,6 +26,7 @@ class Output:
         "_news",
         "_unread",
         "_waiter",
+        "begun",
         "choices",
         "client_gone",
         "error",
@@ -39,6 +40,8 @@ class Output:
         self.open_choices = len(choices)
         self.error: ApiError | None = None
         self.client_gone = False
+        self.begun = False
+        """Whether the first token has come."""
         self._unread = 0
         self._most_unread = max(MAX_UNREAD_TOKENS, _UNREAD_PER_CHOICE * len(choices))
         self._news: dict[Choice, None] = {}  # a set that keeps the order
@@ -56,6 +59,7 @@ class Output:
     def add(self, choice: Choice, tokens: int) -> None:
         """``choice`` has so many new tokens, or has ended."""
         self._unread += tokens
+        self.begun = True
         if choice.finish_reason is not None:
             self.open_choices -= 1
         self._news[choice] = None

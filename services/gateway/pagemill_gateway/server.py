@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
+import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import cached_property
@@ -14,9 +14,12 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway import chat, completions, embeddings, operations, responses, status, tokens
+from pagemill_gateway.cors import Cors
 from pagemill_gateway.engine import Engine
 from pagemill_gateway.errors import ApiError
 from pagemill_gateway.exchange import ClientGoneError, Exchange, json_text
+from pagemill_gateway.keys import Keys
+from pagemill_gateway.limits import Limits
 from pagemill_gateway.openapi import document
 from pagemill_gateway.operations import Operation
 from pagemill_gateway.pages import pages
@@ -40,7 +43,9 @@ class Gateway:
         self.exchanges: set[Exchange] = set()
         """Those whose response is not complete."""
         self._max_body_bytes = settings.max_body_bytes
-        self._key = settings.api_key.encode() if settings.api_key is not None else None
+        self._keys = Keys.load(settings.api_key, settings.api_key_file)
+        self._cors = Cors(settings.cors_origins)
+        self._limits = limits_of(settings)
         self._log = structlog.get_logger("pagemill.gateway")
         self.routes: list[Route] = self._routes()
         self._router = Router(self.routes, redirect_slashes=False)
@@ -52,7 +57,11 @@ class Gateway:
         began = time.monotonic()
         scope["app"] = self  # the router raises for what it does not find, instead of answering in plain text
         scope["exchange"] = exchange
+        origin = exchange.header(b"origin")
+        exchange.extra_headers = self._cors.headers(origin)
         try:
+            if origin is not None and scope["method"] == "OPTIONS" and await self._preflight(exchange, origin):
+                return
             await self._answer(exchange, self._router(scope, receive, send))
         finally:
             self.exchanges.discard(exchange)
@@ -63,6 +72,15 @@ class Gateway:
                 request_id=exchange.request_id,
                 seconds=round(time.monotonic() - began, 4),
             )
+
+    async def _preflight(self, exchange: Exchange, origin: bytes) -> bool:
+        """Answers a browser that asks whether a page may send a request; False where nothing is allowed."""
+        allowed = self._cors.preflight(origin, exchange.header(b"access-control-request-headers"))
+        if allowed is None:
+            return False
+        exchange.extra_headers = allowed
+        await exchange.send_bytes(b"", 200, None, [])
+        return True
 
     async def _answer(self, exchange: Exchange, work: Awaitable[None]) -> None:
         try:
@@ -119,7 +137,7 @@ class Gateway:
 
     @cached_property
     def _document(self) -> bytes:
-        return json_text(document(self.operations, version("pagemill"), with_key=self._key is not None))
+        return json_text(document(self.operations, version("pagemill"), with_key=bool(self._keys)))
 
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.send_json_text(self._document)
@@ -130,21 +148,32 @@ class Gateway:
             if with_body and self.stopping:
                 raise ApiError(503, "the server is stopping", code="server_stopping")
             engine = self._loaded_engine()
+            exchange.timeout = self._limits.timeout_of(exchange.header(b"x-request-timeout")) if with_body else None
             await handler(engine, exchange, await exchange.read_body(self._max_body_bytes) if with_body else b"")
 
         return call
 
     def _check_key(self, exchange: Exchange) -> None:
-        if self._key is None:
+        if not self._keys:
             return
         scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._key):
+        exchange.key = self._keys.find(given.strip()) if scheme.lower() == b"bearer" else None
+        if exchange.key is None:
             raise ApiError(
                 401,
                 "a valid API key must be sent as `Authorization: Bearer KEY`",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        if exchange.key.rate is not None and exchange.scope["method"] == "POST":
+            wait = exchange.key.rate.take(time.monotonic())
+            if wait:
+                raise ApiError(
+                    429,
+                    f"this key may send {exchange.key.rate.per_minute:g} requests a minute",
+                    code="rate_limit_exceeded",
+                    headers={"Retry-After": str(math.ceil(wait))},
+                )
 
     def _loaded_engine(self) -> Engine:
         if self.engine is None:
@@ -168,6 +197,10 @@ class Gateway:
             raise obstacle.as_error()
         fleet = engine.connection.client.fleet
         await exchange.send_json({"status": word, "model": engine.name, "ready_workers": fleet.ready_workers})
+
+
+def limits_of(settings: GatewaySettings) -> Limits:
+    return Limits(settings.max_concurrent_requests, settings.max_waiting_requests, settings.request_timeout)
 
 
 class Endpoint:

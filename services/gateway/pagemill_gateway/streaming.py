@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pagemill_gateway.engine import Generation
 from pagemill_gateway.errors import ApiError
 from pagemill_gateway.exchange import Exchange
 from pagemill_gateway.generation_body import GenerationBody
+from pagemill_gateway.limits import timed_out
 from pagemill_gateway.logprobs import finite
 from pagemill_gateway.output import Output
 
@@ -98,7 +100,7 @@ async def send_stream(exchange: Exchange, generation: Generation, writer: EventW
         ApiError: it ended with an error before anything was sent.
     """
     output = generation.output
-    with generation, _watching(exchange, output):
+    with _serving(exchange, generation):
         try:
             news = await asyncio.wait_for(output.news(), HEADER_WAIT_S)
         except TimeoutError:
@@ -128,11 +130,33 @@ async def collect(exchange: Exchange, generation: Generation) -> bool:
         ApiError: the generation ended with an error.
     """
     output = generation.output
-    with generation, _watching(exchange, output):
+    with _serving(exchange, generation):
         await output.news()
     if output.error is not None:
         raise output.error
     return not output.client_gone
+
+
+@contextmanager
+def _serving(exchange: Exchange, generation: Generation) -> Iterator[None]:
+    """Submits the generation under the rights of the exchange's key, and ends it at the exchange's deadline.
+
+    Raises:
+        ApiError: 429 or 503, too many are open already.
+    """
+    if exchange.key is not None and exchange.key.priority is not None:
+        generation.bound_priority(exchange.key.priority)
+    output = generation.output
+    with generation, _watching(exchange, output):
+        if exchange.timeout is None:
+            yield
+            return
+        left = max(0.0, exchange.began + exchange.timeout - time.monotonic())
+        timer = asyncio.get_running_loop().call_later(left, output.fail, timed_out(exchange.timeout))
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 @contextmanager
