@@ -400,6 +400,9 @@ def test_parsed_models(api: Stage, client: openai.OpenAI) -> None:
     )
     [call] = parsed.choices[0].message.tool_calls or []
     assert call.function.parsed_arguments == Weather(city="Paris", degrees=20)
+    turn: Any = [*HI, parsed.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "ok"}]
+    answer_with(api, "Fine.")
+    assert client.chat.completions.create(model="tiny", messages=turn).choices[0].message.content == "Fine."
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:

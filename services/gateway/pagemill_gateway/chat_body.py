@@ -47,6 +47,7 @@ class ChatMessage(BaseModel):
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = Field(None, max_length=0)
+    parsed: Any = Field(None, description="Ignored: OpenAI's client adds what it has made of an answer.")
 
     @field_validator("tool_calls")
     @classmethod

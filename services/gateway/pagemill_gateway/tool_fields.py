@@ -50,7 +50,8 @@ class NamedToolChoice(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    # OpenAI's client adds what it has made of the arguments.
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     name: str
     arguments: str
