@@ -57,6 +57,14 @@ def test_the_same_streamed_ends_with_done(server: ServeCommand) -> None:
 
 
 @needs_curl
+def test_the_example_of_structured_output_answers_as_the_readme_says(server: ServeCommand) -> None:
+    answer = json.loads(shell(readme_command(server, f"curl {HERE}/v1/completions")))
+    shown = README.read_text().partition("has the text\n\n```json\n")[2].partition("\n```")[0]
+    assert answer["choices"][0]["text"] == shown
+    assert json.loads(shown) == {"name": "Ada Lovelace", "city": "London"}
+
+
+@needs_curl
 def test_looking_inside(server: ServeCommand) -> None:
     state = json.loads(shell(readme_command(server, f"curl {HERE}/v1/pagemill/state").partition("#")[0]))
     assert state["ready_workers"] == 1
