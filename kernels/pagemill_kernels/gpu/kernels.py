@@ -70,13 +70,15 @@ class TritonKernels(ResidentKernels[TritonStep]):
 
     Args:
         num_processors: streaming multiprocessors of the device, which the number of split key ranges depends on.
+        capability: its compute capability, 90 for 9.0, which the shape of a tile may depend on.
     """
 
     name = "triton"
 
-    def __init__(self, num_processors: int) -> None:
+    def __init__(self, num_processors: int, capability: int) -> None:
         super().__init__()
         self._num_processors = num_processors
+        self._capability = capability
         self._staged = TorchKernels()
         self._reduced: set[tuple[Tile, int, torch.dtype]] = set()
         self._is_interpreted = bool(triton.knobs.runtime.interpret)
@@ -84,7 +86,8 @@ class TritonKernels(ResidentKernels[TritonStep]):
     @classmethod
     def on(cls, device: torch.device) -> TritonKernels:
         """The kernels for a CUDA device."""
-        return cls(torch.cuda.get_device_properties(device).multi_processor_count)
+        major, minor = torch.cuda.get_device_capability(device)
+        return cls(torch.cuda.get_device_properties(device).multi_processor_count, 10 * major + minor)
 
     def prepare(self, batch: AttentionBatch, cache: Tensor) -> TritonStep:
         if cache.shape[0] * cache.shape[3] >= 2**31:
@@ -249,11 +252,10 @@ class TritonKernels(ResidentKernels[TritonStep]):
             num_processors=self._num_processors,
         )
 
-    @staticmethod
-    def _tile(choose: Callable[[int, int, int], Tile], group: int, cache: Tensor) -> Tile:
+    def _tile(self, choose: Callable[[int, int, int, int], Tile], group: int, cache: Tensor) -> Tile:
         if cache.dtype not in DTYPES:
             raise ValueError(f"a cache of {cache.dtype} is not supported; supported are {DTYPES}")
-        return choose(group, cache.shape[5], cache.itemsize)
+        return choose(group, cache.shape[5], cache.itemsize, self._capability)
 
     # ------------------------------------------------------------ blocks
 

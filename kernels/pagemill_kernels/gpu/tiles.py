@@ -1,4 +1,4 @@
-"""How large the pieces are that a kernel works on: from the head size and the width of the cache's numbers alone.
+"""How large the pieces are that a kernel works on: from the head size, the width of the cache's numbers and the GPU.
 
 The sizes keep every variant free of register spills on the targets that are built in the tests, and within the shared
 memory of the smallest of them (99 KiB a block, compute capability 8.6 and 8.9).
@@ -37,23 +37,24 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def decode_tile(group: int, head_dim: int, itemsize: int) -> Tile:
+def decode_tile(group: int, head_dim: int, itemsize: int, capability: int) -> Tile:
     """For rows of one token: the query heads of one key/value head, and as many keys as keep memory busy.
 
     Args:
         group: query heads that share a key/value head.
         itemsize: bytes of one element of the cache.
+        capability: compute capability of the device, 90 for 9.0.
     """
     rows = max(MIN_DOT, power_of_two(group))
     if rows > LARGEST_DECODE_ROWS:
-        return chunk_tile(group, head_dim, itemsize)
+        return chunk_tile(group, head_dim, itemsize, capability)
     if itemsize == 4:
         return Tile(rows, 16, 4 if rows == MIN_DOT else 8, 3)
     # One round is 32 KiB of keys and values, or less; three stages keep two rounds in flight.
     return Tile(rows, 8192 // max(power_of_two(head_dim), 64), 4, 3)
 
 
-def chunk_tile(group: int, head_dim: int, itemsize: int) -> Tile:
+def chunk_tile(group: int, head_dim: int, itemsize: int, capability: int) -> Tile:
     """For prefill chunks: enough rows that a key, once loaded, is used often. float32, which tensor cores do not
     multiply exactly, is for comparisons; it gets what the registers hold."""
     if itemsize == 4:
@@ -61,4 +62,7 @@ def chunk_tile(group: int, head_dim: int, itemsize: int) -> Tile:
         return Tile(rows, 16, 8 if rows == 32 else 16, 2)
     if head_dim <= 128:
         return Tile(max(128, power_of_two(group)), 64, 8, 2)
-    return Tile(max(64, power_of_two(group)), 32, 8, 2)
+    rows = max(64, power_of_two(group))
+    # With 8 warps triton 3.7 builds for 10.0 at 128 registers and leaves three values on the stack; four warps may have
+    # twice as many. Elsewhere four have too few.
+    return Tile(rows, 32, 4 if rows == 64 and 100 <= capability < 120 else 8, 2)

@@ -85,10 +85,10 @@ def recorders() -> list[Recorder]:
     return found
 
 
-def launch(head_dim: int, dtype: torch.dtype, group: int) -> None:
+def launch(head_dim: int, dtype: torch.dtype, group: int, capability: int) -> None:
     """One iteration of a long decode row and a chunk, with tensors that have no memory."""
     kv_heads, block_size, tokens = 8, 16, 65
-    run = kernels.TritonKernels(num_processors=132)
+    run = kernels.TritonKernels(132, capability)
     cache = torch.empty((600, 4, 2, block_size, kv_heads, head_dim), dtype=dtype, device="meta")
     batch = AttentionBatch(
         query_starts=torch.tensor([0, 1, tokens]),
@@ -148,7 +148,7 @@ def main(arguments: list[str]) -> None:
         for head_dim in map(int, head_dims or HEAD_DIMS):
             for dtype in dtypes or ("bf16", "fp32"):
                 for group in map(int, groups or (4,)):
-                    launch(head_dim, DTYPES[dtype], group)
+                    launch(head_dim, DTYPES[dtype], group, int(target))
         for recorder in made:
             for source, options in recorder.builds.values():
                 print(json.dumps(build(source, options, int(target))), flush=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_case import DEVICE, PROCESSORS, Case
+from paged_case import CAPABILITY, DEVICE, PROCESSORS, Case
 from torch import Tensor
 
 from pagemill_kernels.gpu import work
@@ -44,7 +44,7 @@ def test_window_and_soft_cap(window: int, soft_cap: float | None) -> None:
 def test_reduction_is_built_with_the_first_launch_alone() -> None:
     case = Case([(20, 1)], kv_heads=1)
     spec = AttentionSpec(0.25)
-    kernels = TritonKernels(PROCESSORS)
+    kernels = TritonKernels(PROCESSORS, CAPABILITY)
     most = []
     for _ in range(2):
         step = kernels.prepare(case.batch(), case.cache)
@@ -121,7 +121,7 @@ def test_empty_chunk_is_left_out() -> None:
 def test_tables_that_stay_on_the_device_and_fixed_steps(window: int | None) -> None:
     """One fixed step is refilled with other rows, of which the last one is padding; what is launched stays the same."""
     case = Case([(170, 1), (5, 1), (90, 1), (33, 1)], kv_heads=1, group=3)
-    spec, kernels = AttentionSpec(0.25, window), TritonKernels(8)
+    spec, kernels = AttentionSpec(0.25, window), TritonKernels(8, CAPABILITY)
     tables, lines = resident_tables(case)
     slots = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     heads = case.num_heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_case import DEVICE, PROCESSORS, Case
+from paged_case import CAPABILITY, DEVICE, PROCESSORS, Case
 from torch import Tensor
 
 from pagemill_kernels.gpu.kernels import TritonKernels
@@ -26,7 +26,7 @@ def test_blocks_are_copied_whole(head_dim: int, block_size: int, dtype: torch.dt
     case = Case([(8 * block_size, 1)], kv_heads=1, head_dim=head_dim, block_size=block_size, layers=3, dtype=dtype)
     before = bits(case.cache).clone()
     pairs = torch.tensor([[1, 9], [2, 10], [2, 11], [3, 12], [4, 13]])
-    kernels = TritonKernels(PROCESSORS)
+    kernels = TritonKernels(PROCESSORS, CAPABILITY)
     moved = kernels.copy_blocks(case.cache, case.cache, pairs)
     assert moved == 5 * case.cache[0].numel() * dtype.itemsize
     after = bits(case.cache)
@@ -41,7 +41,7 @@ def test_swap_out_and_in_gives_the_blocks_back() -> None:
     case = Case([(30, 1), (70, 1)], head_dim=64)
     before = bits(case.cache).clone()
     host = host_pool(case, 4)
-    kernels = TritonKernels(PROCESSORS)
+    kernels = TritonKernels(PROCESSORS, CAPABILITY)
     kernels.copy_blocks(case.cache, host, torch.tensor([[5, 0], [2, 3]]))
     case.cache[[5, 2]] = torch.nan
     kernels.copy_blocks(host, case.cache, torch.tensor([[0, 7], [3, 2]]))
@@ -52,13 +52,16 @@ def test_swap_out_and_in_gives_the_blocks_back() -> None:
 
 def test_nothing_to_copy() -> None:
     case = Case([(3, 1)])
-    assert TritonKernels(PROCESSORS).copy_blocks(case.cache, case.cache, torch.zeros(0, 2, dtype=torch.int64)) == 0
+    assert (
+        TritonKernels(PROCESSORS, CAPABILITY).copy_blocks(case.cache, case.cache, torch.zeros(0, 2, dtype=torch.int64))
+        == 0
+    )
 
 
 def test_host_pool_that_is_not_page_locked() -> None:
     case = Case([(30, 1)], head_dim=64)
     host = torch.zeros(4, *case.cache.shape[1:], dtype=case.dtype)
-    kernels = TritonKernels(PROCESSORS)
+    kernels = TritonKernels(PROCESSORS, CAPABILITY)
     kernels.copy_blocks(case.cache, host, torch.tensor([[1, 2]]))
     assert torch.equal(bits(host[2]), bits(case.cache[1]).cpu())
     kernels.copy_blocks(host, case.cache, torch.tensor([[2, 3]]))

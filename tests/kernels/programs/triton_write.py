@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from paged_case import DEVICE, PROCESSORS, WORST, Case, exactly
+from paged_case import CAPABILITY, DEVICE, PROCESSORS, WORST, Case, exactly
 from torch import Tensor
 
 from pagemill_kernels.gpu.kernels import TritonKernels
@@ -26,7 +26,7 @@ def check(case: Case, rotary: tuple[Tensor, Tensor] | None, layer: int) -> None:
     plain, batch = TorchKernels(), case.batch()
     exact = None if rotary is None else (exactly(rotary[0]), exactly(rotary[1]))
     plain.rotate_and_write(expected, exact, expected_cache, plain.prepare(batch, expected_cache), layer)
-    kernels = TritonKernels(PROCESSORS)
+    kernels = TritonKernels(PROCESSORS, CAPABILITY)
     kernels.rotate_and_write(case.qkv, rotary, case.cache, kernels.prepare(batch, case.cache), layer)
     for result, wanted in ((case.qkv, expected), (case.cache, expected_cache)):
         bound = WORST[case.dtype]
@@ -93,7 +93,7 @@ def test_offsets_beyond_31_bits() -> None:
     assert cache.numel() > 2**32
     last = shape[0] - 1
     qkv = torch.randn(1, 6, 64).to(DEVICE, torch.bfloat16)
-    kernels = TritonKernels(PROCESSORS)
+    kernels = TritonKernels(PROCESSORS, CAPABILITY)
     batch = AttentionBatch(
         torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([[last]]), torch.tensor([last * 16]), num_decodes=1
     )
@@ -109,4 +109,4 @@ def test_offsets_beyond_31_bits() -> None:
 def test_more_slots_than_are_counted_in_31_bits() -> None:
     cache = torch.empty((2**28, 1, 2, 16, 1, 1), dtype=torch.float16, device="meta")
     with pytest.raises(ValueError, match="more than 2\\^31 slots"):
-        TritonKernels(PROCESSORS).prepare(Case([(1, 1)]).batch(), cache)
+        TritonKernels(PROCESSORS, CAPABILITY).prepare(Case([(1, 1)]).batch(), cache)
