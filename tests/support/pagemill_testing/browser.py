@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 WIDE = {"width": 1280, "height": 800}
@@ -20,6 +20,7 @@ NARROW = {"width": 360, "height": 740}
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A headless browser; skips the test where there is none."""
+    expect.set_options(timeout=30_000)  # a machine that is busy with other tests takes long
     with sync_playwright() as playwright:
         own = Path(playwright.chromium.executable_path)
         path = str(own) if own.exists() else next(filter(None, map(shutil.which, _NAMES)), None)
@@ -41,7 +42,7 @@ def visit(browser: Browser, url: str, path: str = "/", **context: Any) -> Iterat
     """A page in a fresh profile. At the end nothing may have gone wrong in it, nor been asked of another server."""
     with browser.new_context(viewport=context.pop("viewport", WIDE), **context) as opened:
         page = opened.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(30_000)
         faults: list[str] = []
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", lambda message: faults.append(message.text) if "Content Security" in message.text else None)
