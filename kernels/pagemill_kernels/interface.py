@@ -1,8 +1,12 @@
 """What a set of kernels must do. The plain torch one in ``reference`` is the specification of every other.
 
-The cache is one tensor ``[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]``, so that one block is
+The cache is one tensor ``[num_blocks, num_layers, 2, block_size, num_kv_heads, entry]``, so that one block is
 contiguous across all layers and is copied or swapped in one transfer (PagedAttention, §4.3 and §4.5). Physical block 0
 is padding: no sequence owns it. A *slot* is ``block * block_size + offset``; offsets into the cache exceed 32 bits.
+
+An entry is one head's key or value of one token: ``head_dim`` numbers in the cache's dtype. In 8 bits (torch.int8) the
+four bytes of a float32 scale follow them: an element is its number times the scale, which is the largest magnitude of
+the entry / 127. So an entry is written once and never changes when others are written beside it.
 """
 
 from __future__ import annotations
@@ -20,9 +24,15 @@ from torch.nn import functional
 from pagemill_kernels.blocks import BlockMatrix
 
 PADDING_BLOCK = 0
+SCALE_BYTES = 4
 Quantization = Literal["none", "int8", "gguf"]
 """How products store their weights: as they are, in 8 bits with one scale per output, or in a GGUF file's own blocks
 where it has them."""
+
+
+def entry_elements(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements of a cache of ``dtype`` that one head's key or value takes."""
+    return head_dim + (SCALE_BYTES if dtype == torch.int8 else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,10 @@ class Kernels(ABC, Generic[Step]):
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+
+    def serves_cache(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+        """Whether keys and values of ``dtype`` can lie in a cache of ``cache_dtype``."""
+        return dtype == cache_dtype
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch, cache: Tensor) -> Step:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagemill_kernels.interface import PADDING_BLOCK, AttentionBatch, AttentionSpec, ResidentKernels
+from pagemill_kernels.interface import PADDING_BLOCK, SCALE_BYTES, AttentionBatch, AttentionSpec, ResidentKernels
 
 GATHER_BYTES = 8 * 1024 * 1024
 """Most bytes of keys and values that a group of decode rows gathers at once: small enough for a last-level cache."""
@@ -90,6 +90,9 @@ class TorchKernels(ResidentKernels[TorchStep]):
         super().__init__()
         self._workspace = torch.empty(0)
 
+    def serves_cache(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+        return cache_dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8)
+
     def prepare(self, batch: AttentionBatch, cache: Tensor) -> TorchStep:
         rows = _write_rows(batch.slot_mapping, cache).to(cache.device)
         return TorchStep(batch if batch.lines is None else _read_back(batch), rows)
@@ -112,19 +115,21 @@ class TorchKernels(ResidentKernels[TorchStep]):
         layer: int,
     ) -> None:
         self.calls["rotate_and_write"] += 1
-        num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = cache.shape
+        num_blocks, num_layers, _, block_size, num_kv_heads, entry = cache.shape
         if rotary is not None:
             cosines, sines = rotary
             width = cosines.shape[-1]
             pair = qkv[:, :-num_kv_heads, :width]
             swapped = torch.roll(pair, width // 2, -1)
             pair.mul_(cosines).addcmul_(swapped, sines)
-        slots = cache.view(num_blocks * num_layers * 2 * block_size, num_kv_heads, head_dim)
+        slots = cache.view(num_blocks * num_layers * 2 * block_size, num_kv_heads, entry)
         first = step.write_rows
         if first is None:
             first = _write_rows(step.batch.slot_mapping, cache)
         rows = first + layer * 2 * block_size
-        new = qkv[:, -2 * num_kv_heads :].view(-1, 2, num_kv_heads, head_dim)
+        new = qkv[:, -2 * num_kv_heads :].view(-1, 2, num_kv_heads, qkv.shape[2])
+        if cache.dtype == torch.int8:
+            new = quantised_entries(new)
         slots.index_put_((rows,), new if new.dtype == slots.dtype else new.to(slots.dtype))
 
     # ------------------------------------------------------------ attention
@@ -173,8 +178,8 @@ class TorchKernels(ResidentKernels[TorchStep]):
         self, cache: Tensor, rows: Tensor, layer: int, size: int, length: int, unwritten: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Keys and values, each [size, KV, length, D] (views of one workspace that the next gather overwrites)."""
-        num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = cache.shape
-        row = block_size * num_kv_heads * head_dim
+        num_blocks, num_layers, _, block_size, num_kv_heads, entry = cache.shape
+        row = block_size * num_kv_heads * entry
         needed = rows.numel() * row
         if self._workspace.numel() < needed or self._workspace.dtype != cache.dtype:
             self._workspace = torch.empty(needed, dtype=cache.dtype, device=cache.device)
@@ -182,8 +187,9 @@ class TorchKernels(ResidentKernels[TorchStep]):
         torch.index_select(cache.view(num_blocks * num_layers * 2, row), 0, rows + 2 * layer, out=out)
         if unwritten is not None and unwritten.numel():
             # A masked score is not enough: NaN left by a faulty sequence would get through, as 0 * NaN.
-            out.view(-1, num_kv_heads * head_dim).index_fill_(0, unwritten, 0)
-        keys, values = out.view(2, size, length, num_kv_heads, head_dim).transpose(2, 3)
+            out.view(-1, num_kv_heads * entry).index_fill_(0, unwritten, 0)
+        entries = out.view(2, size, length, num_kv_heads, entry).transpose(2, 3)
+        keys, values = dequantised_entries(entries) if cache.dtype == torch.int8 else entries
         return keys, values
 
     def _plan(self, batch: AttentionBatch, cache: Tensor, window: int | None) -> tuple[list[DecodeGroup], list[Chunk]]:
@@ -235,6 +241,23 @@ def _write_rows(slots: Tensor, cache: Tensor) -> Tensor:
     _, num_layers, _, block_size, _, _ = cache.shape
     key_rows = slots.to(torch.int64) // block_size * (num_layers * 2 * block_size) + slots % block_size
     return torch.stack((key_rows, key_rows + block_size), 1)
+
+
+def quantised_entries(x: Tensor) -> Tensor:
+    """[..., head_dim + SCALE_BYTES] int8 of [..., head_dim]: entries of a cache in 8 bits. A key or value that is not
+    finite gets a scale that is not."""
+    x = x.float()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    numbers = (x * inverse).nan_to_num_().clamp_(-127, 127).round_().to(torch.int8)
+    scale = scale + (x * 0).sum(-1, keepdim=True)
+    return torch.cat((numbers, scale.contiguous().view(torch.int8)), -1)
+
+
+def dequantised_entries(entries: Tensor) -> Tensor:
+    """[..., head_dim] float32 of [..., head_dim + SCALE_BYTES] int8."""
+    scale = entries[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return entries[..., :-SCALE_BYTES].float() * scale
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pagemill_kernels.cpu.kernels import CpuKernels
 from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels
-from pagemill_kernels.reference import TorchKernels
+from pagemill_kernels.reference import TorchKernels, dequantised_entries, quantised_entries
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 MIXED = [(1, 1), (4, 1), (17, 1), (600, 1), (70, 70), (90, 3), (7, 7), (130, 2), (2, 1)]
@@ -240,6 +240,52 @@ def test_a_cache_of_another_dtype(kernels: CpuKernels, dtype: torch.dtype, cache
     torch.testing.assert_close(fast, plain, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(fast_cache, plain_cache, atol=tolerance, rtol=tolerance)
     assert kernels.calls == {"rotate_and_write": 1, "attention": 1}
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("group", "block_size", "window"), [(1, 16, None), (3, 5, 100), (5, 16, None)])
+def test_a_cache_in_8_bits(
+    kernels: CpuKernels, dtype: torch.dtype, head_dim: int, group: int, block_size: int, window: int | None
+) -> None:
+    case = Case(MIXED, dtype=dtype, head_dim=head_dim, group=group, block_size=block_size)
+    case.cache = quantised_entries(case.cache)
+    case.qkv[0, -1] = 0
+    spec = AttentionSpec(head_dim**-0.5, window)
+    fast, fast_cache, _ = case.run(kernels, spec)
+    plain, plain_cache, _ = case.run(TorchKernels(), spec)
+    torch.testing.assert_close(fast, plain, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(fast_cache, plain_cache)  # scales included
+    assert kernels.calls == {"rotate_and_write": 1, "attention": 1}
+
+
+def test_8_bits_of_rotated_keys(kernels: CpuKernels) -> None:
+    case = Case(MIXED)
+    case.cache = quantised_entries(case.cache)
+    fast, fast_cache, _ = case.run(kernels, AttentionSpec(0.125), rotary_dim=64)
+    plain, plain_cache, _ = case.run(TorchKernels(), AttentionSpec(0.125), rotary_dim=64)
+    # Keys that are rounded differently in the last bit may end in the next number of 8 bits.
+    one = float(plain_cache[..., -4:].contiguous().view(torch.float32).max())
+    torch.testing.assert_close(dequantised_entries(fast_cache), dequantised_entries(plain_cache), atol=one, rtol=0)
+    torch.testing.assert_close(fast, plain, atol=one, rtol=0)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_8_bits_that_are_not_finite_harm_their_row_alone(kernels: CpuKernels, poison: float) -> None:
+    rows = [(21, 1), (600, 1), (40, 40)]
+    case = Case(rows)
+    # Bytes of unwritten slots: scales that are not numbers.
+    unwritten = torch.full_like(quantised_entries(case.cache), -1)
+    table, context = case.tables[0], rows[0][0]
+    written = quantised_entries(case.cache)
+    written[table[-1], :, :, context % 16 :] = unwritten[table[-1], :, :, context % 16 :]
+    case.cache = written
+    before, _, _ = case.run(kernels, AttentionSpec(0.125))
+    assert before.isfinite().all()
+    case.qkv[1, -1, 3] = poison  # a value of the second row
+    after, _, _ = case.run(kernels, AttentionSpec(0.125))
+    assert torch.equal(after[[0, *range(2, 42)]], before[[0, *range(2, 42)]])
+    assert not after[1].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

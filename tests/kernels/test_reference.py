@@ -345,3 +345,20 @@ def test_selected_set_is_the_one_that_runs() -> None:
     kernels.attention(case.qkv[:, : case.num_heads], case.cache, step, 0, AttentionSpec(0.25))
     assert kernels.name == "torch"
     assert kernels.calls == {"rotate_and_write": 1, "attention": 1}
+
+
+def test_8_bit_entries_are_close_and_stand_alone() -> None:
+    x = torch.randn(5, 3, 64) * torch.tensor([1e-3, 1.0, 1e3]).view(1, 3, 1)
+    x[0, 0] = 0
+    entries = reference.quantised_entries(x)
+    assert entries.shape == (5, 3, 68)
+    assert entries.dtype == torch.int8
+    half_a_number = x.abs().amax(-1, keepdim=True) / 127 / 2
+    assert bool(((reference.dequantised_entries(entries) - x).abs() <= half_a_number * 1.001).all())
+    for poison in (torch.nan, torch.inf):
+        x[2, 1, 7] = poison
+        after = reference.quantised_entries(x)
+        others = torch.ones(5, 3, dtype=torch.bool)
+        others[2, 1] = False
+        assert torch.equal(after[others], entries[others])
+        assert not reference.dequantised_entries(after)[2, 1].isfinite().any()

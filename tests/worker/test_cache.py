@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagemill_kernels.reference import TorchKernels
+from pagemill_kernels.reference import TorchKernels, quantised_entries
 from pagemill_shared.errors import ConfigurationError
 from pagemill_worker.cache import KVCache, block_bytes
 from pagemill_worker.models.config import CacheDescription
@@ -30,6 +30,16 @@ def test_a_pool_takes_no_memory_before_it_is_written() -> None:
     assert cache.pool.numel() * 4 > 1.8e9
     with open("/proc/self/statm") as file:
         assert int(file.read().split()[1]) - before < 25_000  # pages of 4 KiB
+
+
+def test_blocks_in_8_bits_hold_their_scales() -> None:
+    cache = KVCache(DESCRIPTION, 4, 6, 3, torch.int8, CPU)
+    assert cache.pool.shape == (7, 3, 2, 4, 2, 12)
+    assert cache.block_bytes == block_bytes(DESCRIPTION, 4, torch.int8) == cache.pool[3].nbytes
+    entries = quantised_entries(torch.randn(7, 3, 2, 4, 2, 8))
+    cache.pool.copy_(entries)
+    cache.swap_out(TorchKernels(), np.array([[2, 1]], np.int32))
+    assert torch.equal(cache.host_pool[1], entries[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

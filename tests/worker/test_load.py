@@ -17,7 +17,8 @@ from pagemill_testing.tiny_models import VOCAB, greedy, save, tiny_llama
 from tokenizers import Tokenizer, models
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from pagemill_kernels.interface import AttentionBatch
+from pagemill_kernels.interface import AttentionBatch, Kernels
+from pagemill_kernels.reference import TorchKernels
 from pagemill_shared.codec import decode, encode
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.sampling import SamplingParams
@@ -147,6 +148,29 @@ def test_int8_products_serve_when_asked_for(source: Path, tmp_path: Path) -> Non
     driver.run()
     assert again.outputs == alone.outputs  # a row's scales are its own
     assert all(len(mate.outputs) == 6 for mate in mates)
+
+
+@pytest.mark.parametrize(("name", "entry"), [("auto", 16 * 4), ("fp16", 16 * 2), ("bf16", 16 * 2), ("int8", 16 + 4)])
+def test_the_cache_is_as_small_as_asked(name: str, entry: int, source: Path, tmp_path: Path) -> None:
+    runner, hello = load_worker(
+        settings(source, tmp_path, block_size=8, num_kv_blocks=40, kv_cache_dtype=name), Reports()
+    )
+    assert hello.block_bytes == 2 * 2 * 8 * 2 * entry == runner.cache.pool[0].nbytes
+    driver = PlanDriver(runner)
+    [sequence] = driver.add([5, 6, 7], 6)
+    driver.run()
+    assert len(sequence.outputs) == 6
+    assert not [name for name in runner.kernels.calls if name.endswith(":torch")]
+
+
+def test_a_cache_that_the_kernels_do_not_have_is_refused() -> None:
+    class OneDtype(TorchKernels):
+        name = "other"
+        serves_cache = Kernels.serves_cache
+
+    message = "--kv-cache-dtype int8: the other kernels have no such cache for a model in bfloat16; .* auto, bf16$"
+    with pytest.raises(ConfigurationError, match=message):
+        load._cache_dtype("int8", torch.bfloat16, OneDtype())
 
 
 @pytest.mark.parametrize("tied", [True, False])

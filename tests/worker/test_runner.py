@@ -15,6 +15,7 @@ from pagemill_shared.codec import decode, encode
 from pagemill_shared.errors import ProtocolError
 from pagemill_shared.messages import IterationPlan, IterationResult, SequenceJoin, WorkerWelcome
 from pagemill_shared.sampling import SamplingParams, uniforms
+from pagemill_worker.runner import Runner
 
 REFERENCE = tiny_llama()
 
@@ -232,11 +233,15 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_any_course_of_events_gives_the_same_tokens(seed: int, folder: Path) -> None:
+@pytest.mark.parametrize(("seed", "cache_dtype"), [*((seed, None) for seed in range(12)), (12, torch.int8)])
+def test_any_course_of_events_gives_the_same_tokens(seed: int, cache_dtype: torch.dtype | None, folder: Path) -> None:
     """Arrivals, forks, recomputation and swapping at random moments, over a pool that is reused all the time."""
+
+    def runner(num_blocks: int = 64, num_swap_blocks: int = 0) -> Runner:
+        return make_runner(folder, num_blocks=num_blocks, num_swap_blocks=num_swap_blocks, cache_dtype=cache_dtype)
+
     chance = random.Random(seed)
-    driver = PlanDriver(make_runner(folder, num_blocks=60, num_swap_blocks=40), chunk=chance.choice([3, 5, 100]))
+    driver = PlanDriver(runner(60, 40), chunk=chance.choice([3, 5, 100]))
     groups: list[list[DrivenSequence]] = []
     swapped: list[DrivenSequence] = []
     for _ in range(60):
@@ -262,7 +267,7 @@ def test_any_course_of_events_gives_the_same_tokens(seed: int, folder: Path) -> 
     assert groups
     for group in groups:
         for sequence in group:
-            alone = PlanDriver(make_runner(folder))
+            alone = PlanDriver(runner())
             [single] = alone.add(sequence.prompt, sequence.wanted, sequence.sampling)
             single.index = sequence.index
             alone.run()

@@ -12,10 +12,19 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.blocks import BlockMatrix
-from pagemill_kernels.cpu.library import DTYPES, Batch
+from pagemill_kernels.cpu.library import CACHE_DTYPES, DTYPES, Batch
 from pagemill_kernels.cpu.linear import BlockLinear, Int8Linear, PackedLinear
-from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels, Linear, Quantization
+from pagemill_kernels.interface import (
+    AttentionBatch,
+    AttentionSpec,
+    Kernels,
+    Linear,
+    Quantization,
+    entry_elements,
+)
 from pagemill_kernels.reference import TorchKernels, TorchStep
+
+MOST_HEAD_DIM = 512
 
 
 @dataclass(slots=True)
@@ -58,9 +67,14 @@ class CpuKernels(Kernels[CpuStep]):
         self._workspace: int = library.pm_workspace_new()
         weakref.finalize(self, library.pm_workspace_free, self._workspace)
 
+    def serves_cache(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+        return cache_dtype in CACHE_DTYPES
+
     def prepare(self, batch: AttentionBatch, cache: Tensor) -> CpuStep:
-        _, layers, _, block_size, kv_heads, head_dim = cache.shape
-        if cache.dtype not in DTYPES or head_dim % self._lanes or not cache.is_contiguous():
+        _, layers, _, block_size, kv_heads, entry = cache.shape
+        head_dim = entry - entry_elements(0, cache.dtype)
+        served = cache.dtype in CACHE_DTYPES and head_dim % self._lanes == 0 and head_dim <= MOST_HEAD_DIM
+        if not served or not cache.is_contiguous():
             return CpuStep(batch, None)
         arrays = [batch.query_starts, batch.context_lens, batch.block_tables, batch.slot_mapping]
         if not all(array.dtype == torch.int64 and array.is_contiguous() for array in arrays):
@@ -75,7 +89,7 @@ class CpuKernels(Kernels[CpuStep]):
             block_size,
             kv_heads,
             head_dim,
-            DTYPES[cache.dtype],
+            CACHE_DTYPES[cache.dtype],
             torch.get_num_threads(),
         )
         return CpuStep(batch, native)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+CACHE_DTYPES = {**DTYPES, torch.int8: 3}
 
 
 class Batch(Structure):

@@ -8,20 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagemill_kernels.interface import Kernels
+from pagemill_kernels.interface import Kernels, entry_elements
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.schema import Int32Array
 from pagemill_worker.models.config import CacheDescription
 
 
 def block_bytes(description: CacheDescription, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+    """Bytes of one block over all layers, scales of 8-bit entries included."""
     d = description
-    return d.num_layers * 2 * block_size * d.num_kv_heads * d.head_dim * dtype.itemsize
+    return d.num_layers * 2 * block_size * d.num_kv_heads * entry_elements(d.head_dim, dtype) * dtype.itemsize
 
 
 class KVCache:
-    """Both pools, each ``[blocks, num_layers, 2, block_size, num_kv_heads, head_dim]``.
+    """Both pools, each ``[blocks, num_layers, 2, block_size, num_kv_heads, entry]`` (see `pagemill_kernels.interface`).
 
     Attributes:
         pool: device blocks; index 0 is padding, so that there are num_blocks + 1.
@@ -40,7 +40,8 @@ class KVCache:
         self.block_size = block_size
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
         self.block_bytes = block_bytes(description, block_size, dtype)
-        shape = (description.num_layers, 2, block_size, description.num_kv_heads, description.head_dim)
+        entry = entry_elements(description.head_dim, dtype)
+        shape = (description.num_layers, 2, block_size, description.num_kv_heads, entry)
         self.pool = _allocate((num_blocks + 1, *shape), dtype, device, "--num-kv-blocks or --kv-cache-memory")
         self.host_pool = _allocate((num_swap_blocks, *shape), dtype, torch.device("cpu"), "--num-swap-blocks")
         if device.type == "cuda" and num_swap_blocks:

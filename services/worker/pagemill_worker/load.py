@@ -33,6 +33,7 @@ from pagemill_worker.prepare import Report, prepare_model
 from pagemill_worker.runner import Runner
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+CACHE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, WorkerHello]:
@@ -57,7 +58,7 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
     report(f"loading {manifest.name} as {_name(dtype)} on {device}", None)
     kernels = select_kernels(device, settings.cache_dir, lambda text: report(text, None), prebuilt=settings.kernels_dir)
     model = _model(settings, folder, config, manifest.name, max_model_len, dtype, device, kernels)
-    cache = _cache(settings, model, dtype, device, report)
+    cache = _cache(settings, model, _cache_dtype(settings.kv_cache_dtype, dtype, kernels), device, report)
     grammars = GrammarCompiler(folder, model.vocab_size, manifest.eos_token_ids)
     forward = _forward(settings, model, cache, kernels, device, max_model_len)
     lanes = CudaLanes(device) if device.type == "cuda" else OneLane()
@@ -153,6 +154,18 @@ def _dtype(name: str, stored: object, device: torch.device) -> torch.dtype:
         return torch.float32
     own = DTYPES.get(str(stored), torch.bfloat16)
     return torch.bfloat16 if own == torch.float32 else own
+
+
+def _cache_dtype(name: str, dtype: torch.dtype, kernels: Kernels[Any]) -> torch.dtype:
+    """--kv-cache-dtype; the dtype of keys and values by default."""
+    wanted = CACHE_DTYPES.get(name, dtype)
+    if not kernels.serves_cache(dtype, wanted):
+        have = [each for each, other in CACHE_DTYPES.items() if kernels.serves_cache(dtype, other)]
+        raise ConfigurationError(
+            f"--kv-cache-dtype {name}: the {kernels.name} kernels have no such cache for a model in {_name(dtype)}; "
+            f"there are {', '.join(['auto', *have])}"
+        )
+    return wanted
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -67,6 +67,7 @@ def make_runner(
     clock: Callable[[], float] = lambda: 0.0,
     kernels: Kernels[Any] | None = None,
     quantization: Quantization = "none",
+    cache_dtype: torch.dtype | None = None,
     is_resident: bool = False,
     record: Record | None = None,
     lanes: Lanes | None = None,
@@ -75,7 +76,7 @@ def make_runner(
     config = json.loads((folder / "config.json").read_text())
     kernels = kernels or (TorchKernels() if is_resident else select_kernels(CPU))
     model = load_model(folder, config, max_model_len, dtype, CPU, kernels, quantization)
-    cache = KVCache(model.cache, block_size, num_blocks, num_swap_blocks, dtype, CPU)
+    cache = KVCache(model.cache, block_size, num_blocks, num_swap_blocks, cache_dtype or dtype, CPU)
     grammars = InlineCompiler(folder, model.vocab_size, [config["eos_token_id"]])
     forward = None
     if is_resident:

@@ -7,6 +7,7 @@
 // Contexts are cut at fixed positions, and the parts merged in order: what a row computes depends neither on its batch
 // mates nor on the number of threads.
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "batch.h"
@@ -53,7 +54,7 @@ struct Merge {
 template <class C> INLINE void locate(const Attention& a, int64_t row, int64_t begin, int64_t count, const C** keys) {
   const Batch& b = a.batch;
   const int64_t* table = b.block_tables + row * b.table_width;
-  const int64_t step = b.kv_heads * b.head_dim;
+  const int64_t step = b.token_elements();
   int64_t block = begin / b.block_size, offset = begin % b.block_size;
   for (int64_t i = 0; i < count; ++block, offset = 0) {
     const C* key = b.keys<C>(table[block], a.layer) + offset * step;
@@ -122,7 +123,8 @@ INLINE void decode_scores(const float* query, int64_t dim, const C* const* keys,
         const vf k = load(key + d);
         for (int m = 0; m < M; ++m) sums[m] += load(query + m * dim + d) * k;
       }
-      for (int m = 0; m < M; ++m) products[m][t] = sums[m];
+      const float unit = unit_of(key, dim);
+      for (int m = 0; m < M; ++m) products[m][t] = sums[m] * unit;
     }
     for (int m = 0; m < M; ++m) {
       for (int64_t t = n; t < LANES; ++t) products[m][t] = splat(-kInfinity);
@@ -131,20 +133,23 @@ INLINE void decode_scores(const float* query, int64_t dim, const C* const* keys,
   }
 }
 
-// output[m] = output[m] * factors[m] + sum over t of weights[m][t] * value t, for N vectors of the output.
+// output[m] = output[m] * factors[m] + sum over t of weights[m][t] * value t, for the N vectors of the output from `from`
+// on.
 template <int M, int N, class C>
 INLINE void decode_values(const float* weights, const float* factors, const C* const* keys, const C* const* ahead,
-                          int64_t at, int64_t count, int64_t dim, float* output) {
+                          int64_t at, int64_t from, int64_t count, int64_t dim, float* output) {
+  output += from;
   vf sums[M][N];
   for (int m = 0; m < M; ++m)
     for (int n = 0; n < N; ++n) sums[m][n] = load(output + m * dim + n * LANES) * factors[m];
   for (int64_t t = 0; t < count; ++t) {
-    const C* value = keys[t] + at;
-    prefetch(ahead[t] + at, N * LANES);
+    const C* value = keys[t] + at + from;
+    prefetch(ahead[t] + at + from, N * LANES);
+    const float unit = unit_of(keys[t] + at, dim);
     vf v[N];
     for (int n = 0; n < N; ++n) v[n] = load(value + n * LANES);
     for (int m = 0; m < M; ++m) {
-      const vf weight = splat(weights[m * kTile + t]);
+      const vf weight = splat(weights[m * kTile + t] * unit);
       for (int n = 0; n < N; ++n) sums[m][n] += weight * v[n];
     }
   }
@@ -186,14 +191,14 @@ void decode_heads(const Attention& a, const float* query, const C* const* keys, 
   }
   int64_t d = 0;
   for (; d + kWide * LANES <= dim; d += kWide * LANES)
-    decode_values<M, kWide>(scores, factors, keys, ahead, at + values + d, count, dim, output + d);
-  for (; d < dim; d += LANES) 
-      decode_values<M, 1>(scores, factors, keys, ahead, at + values + d, count, dim, output + d);
+    decode_values<M, kWide>(scores, factors, keys, ahead, at + values, d, count, dim, output);
+  for (; d < dim; d += LANES)
+    decode_values<M, 1>(scores, factors, keys, ahead, at + values, d, count, dim, output);
 }
 
 template <class C> void decode(const Attention& a, const Item& item, const Item* following, float* scratch) {
   const int64_t dim = a.batch.head_dim, group = a.group(), heads = (item.head_end - item.head_begin) * group;
-  const int64_t first_head = item.head_begin * group, values = a.batch.block_size * a.batch.kv_heads * dim;
+  const int64_t first_head = item.head_begin * group, values = a.batch.block_elements();
   float *query = scratch, *output = query + heads * dim, *most = output + heads * dim, *total = most + heads;
   read_query(a, item.first, first_head, heads * dim, query);
   memset(output, 0, heads * dim * sizeof(float));
@@ -221,7 +226,7 @@ template <class C> void decode(const Attention& a, const Item& item, const Item*
     }
     for (int64_t i = fetched; i < count; ++i) ahead[i] = keys[i];  // nothing to fetch
     for (int64_t i = 0; i < heads;) {
-      const int64_t at = (item.head_begin + i / group) * dim;
+      const int64_t at = (item.head_begin + i / group) * a.batch.entry();
       const int64_t left = group - i % group;
       float *q = query + i * dim, *o = output + i * dim;
       if (left >= 4) decode_heads<4>(a, q, keys, ahead, at, values, count, o, most + i, total + i), i += 4;
@@ -272,12 +277,19 @@ INLINE void panel_values(const float* weights, const vf* factors, const C* const
     for (int n = 0; n < N; ++n) store(output + (k * N + n) * LANES, sums[k][n]);
 }
 
+INLINE const float* widen_entry(const int8_t* entry, int64_t dim, float* to) {
+  const float unit = unit_of(entry, dim);
+  for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(entry + d) * unit);
+  return to;
+}
+
 // A panel of N * LANES query rows (tokens by heads of one group; row i is token i / group, head i % group).
 template <int N, class C> void panel(const Attention& a, const Item& item, int64_t head, int64_t row0, float* scratch) {
   const int64_t dim = a.batch.head_dim, group = a.group(), width = N * LANES;
-  const int64_t values = a.batch.block_size * a.batch.kv_heads * dim, at = head * dim;
+  const int64_t values = a.batch.block_elements(), at = head * a.batch.entry();
   const int64_t rows = item.count * group - row0 < width ? item.count * group - row0 : width;
   float *query = scratch, *output = query + width * dim, *scores = output + width * dim, *line = scores + width * kTile;
+  float* wide = line + dim;  // keys and values of a tile in float32, where the cache has 8 bits
   alignas(64) int32_t last[N * LANES], first[N * LANES];  // which keys each row sees, relative to the panel's base
   const int64_t base = item.key_begin;
   memset(output, 0, width * dim * sizeof(float));
@@ -302,9 +314,20 @@ template <int N, class C> void panel(const Attention& a, const Item& item, int64
     const int64_t count = end - tile < kTile ? end - tile : kTile;
     const int32_t offset = (int32_t)(tile - base);
     locate(a, item.row, tile, count, keys);
+    typedef typename std::conditional<std::is_same<C, int8_t>::value, float, C>::type K;
+    const K *k[kTile], *v[kTile];  // of this head
+    for (int64_t i = 0; i < count; ++i) {
+      if constexpr (std::is_same<C, int8_t>::value) {
+        k[i] = widen_entry(keys[i] + at, dim, wide + i * dim);
+        v[i] = widen_entry(keys[i] + at + values, dim, wide + (kTile + i) * dim);
+      } else {
+        k[i] = keys[i] + at;
+        v[i] = k[i] + values;
+      }
+    }
     int64_t t = 0;
-    for (; t + kKeys <= count; t += kKeys) panel_scores<kKeys, N>(query, dim, keys + t, at, scores + t * width);
-    for (; t < count; ++t) panel_scores<1, N>(query, dim, keys + t, at, scores + t * width);
+    for (; t + kKeys <= count; t += kKeys) panel_scores<kKeys, N>(query, dim, k + t, 0, scores + t * width);
+    for (; t < count; ++t) panel_scores<1, N>(query, dim, k + t, 0, scores + t * width);
     const bool masked = offset + count - 1 > last[0] || offset < first[width - 1];
     vf peak[N], factors[N], shift[N];
     for (int n = 0; n < N; ++n) peak[n] = most[n];
@@ -334,8 +357,8 @@ template <int N, class C> void panel(const Attention& a, const Item& item, int64
       }
     int64_t d = 0;
     for (; d + kKeys <= dim; d += kKeys)
-      panel_values<kKeys, N>(scores, factors, keys, at + values + d, count, output + d * width);
-    for (; d < dim; ++d) panel_values<1, N>(scores, factors, keys, at + values + d, count, output + d * width);
+      panel_values<kKeys, N>(scores, factors, v, d, count, output + d * width);
+    for (; d < dim; ++d) panel_values<1, N>(scores, factors, v, d, count, output + d * width);
   }
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t r = row0 + i;
@@ -365,6 +388,7 @@ void run(const Attention& a, const Item& item, const Item* following, float* scr
     case kFloat32: return attend<float>(a, item, following, scratch);
     case kFloat16: return attend<half_t>(a, item, following, scratch);
     case kBFloat16: return attend<bf16_t>(a, item, following, scratch);
+    case kInt8: return attend<int8_t>(a, item, following, scratch);
   }
 }
 
@@ -447,7 +471,8 @@ EXPORT void pm_attention(void* workspace, const Batch* batch, const void* query,
     }
   }
   const int64_t decode_scratch = heads * (2 * b.head_dim + 2);
-  const int64_t panel_scratch = kPanelRows * (2 * b.head_dim + kTile) + b.head_dim;
+  const int64_t wide = b.cache_dtype == kInt8 ? 2 * kTile * b.head_dim : 0;
+  const int64_t panel_scratch = kPanelRows * (2 * b.head_dim + kTile) + b.head_dim + wide;
   const int64_t scratch = ((decode_scratch > panel_scratch ? decode_scratch : panel_scratch) + 63) / 64 * 64;
   w.scratch.resize(scratch * threads);
   for_each(threads, (int64_t)w.items.size(),

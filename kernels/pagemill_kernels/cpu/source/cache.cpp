@@ -1,5 +1,6 @@
 // Rotary embedding fused with the write into the cache, and copies of whole blocks.
 #include "batch.h"
+#include "quantise.h"
 #include "threads.h"
 
 namespace {
@@ -26,6 +27,29 @@ template <class Q, class C> INLINE void put(const Q* from, C* to, int64_t count)
   for (; i < count; ++i) to[i] = narrow<C>(widen(from[i]));
 }
 template <class Q> INLINE void put(const Q* from, Q* to, int64_t count) { memcpy(to, from, count * sizeof(Q)); }
+INLINE void put8(const float* from, int8_t* to, int64_t count) {
+  typedef int8_t vb __attribute__((vector_size(LANES)));
+  typedef int8_t vb_loose __attribute__((vector_size(LANES), aligned(1), may_alias));
+  const float scale = scale_of(from, count), inverse = inverse_of(scale);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES)
+    *(vb_loose*)(to + i) = __builtin_convertvector(quantised(load(from + i), inverse), vb);
+  for (; i < count; ++i) to[i] = (int8_t)quantised(from[i], inverse);
+  memcpy(to + count, &scale, sizeof scale);
+}
+
+// Keys or values of all heads of a token.
+template <class Q, class C> INLINE void put_heads(const Q* from, C* to, int64_t heads, int64_t dim) {
+  put(from, to, heads * dim);
+}
+template <class Q> INLINE void put_heads(const Q* from, int8_t* to, int64_t heads, int64_t dim) {
+  constexpr int64_t kMost = 512;
+  float wide[kMost];
+  for (int64_t head = 0; head < heads; ++head, from += dim, to += dim + sizeof(float)) {
+    put(from, wide, dim);
+    put8(wide, to, dim);
+  }
+}
 
 template <class Q, class C>
 void rotate_and_write(const Batch& b, Q* qkv, int64_t heads, const Q* cosines, const Q* sines, int64_t rotary_dim,
@@ -37,9 +61,9 @@ void rotate_and_write(const Batch& b, Q* qkv, int64_t heads, const Q* cosines, c
       for (int64_t head = 0; head < heads - b.kv_heads; ++head)
         rotate(x + head * dim, cosines + t * rotary_dim, sines + t * rotary_dim, rotary_dim / 2);
     const int64_t slot = b.slots[t];
-    C* keys = b.keys<C>(slot / b.block_size, layer) + slot % b.block_size * kv;
-    put(x + row - 2 * kv, keys, kv);
-    put(x + row - kv, keys + b.block_size * kv, kv);
+    C* keys = b.keys<C>(slot / b.block_size, layer) + slot % b.block_size * b.token_elements();
+    put_heads(x + row - 2 * kv, keys, b.kv_heads, dim);
+    put_heads(x + row - kv, keys + b.block_elements(), b.kv_heads, dim);
   };
   const int64_t tokens = b.query_starts[b.rows];
   if (tokens * row < kElementsPerThread * 2) {
@@ -58,6 +82,7 @@ void by_cache(const Batch& b, void* qkv, int64_t heads, const void* cosines, con
     case kFloat32: return rotate_and_write<Q, float>(b, x, heads, c, s, rotary_dim, layer);
     case kFloat16: return rotate_and_write<Q, half_t>(b, x, heads, c, s, rotary_dim, layer);
     case kBFloat16: return rotate_and_write<Q, bf16_t>(b, x, heads, c, s, rotary_dim, layer);
+    case kInt8: return rotate_and_write<Q, int8_t>(b, x, heads, c, s, rotary_dim, layer);
   }
 }
 

@@ -32,7 +32,7 @@ typedef uint16_t vh_loose __attribute__((vector_size(LANES * 2), aligned(2), may
 constexpr float kInfinity = __builtin_inff();
 
 // Element types of tensors; the numbers are those of _DTYPES in kernels.py.
-enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3 };
 struct half_t { uint16_t bits; };
 struct bf16_t { uint16_t bits; };
 
@@ -87,6 +87,19 @@ INLINE vf load(const half_t* p) {
 #endif
 }
 
+INLINE vf load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  typedef int8_t vb __attribute__((vector_size(LANES)));
+  typedef int8_t vb_loose __attribute__((vector_size(LANES), aligned(1), may_alias));
+  vb bytes = *(const vb_loose*)p;
+  return __builtin_convertvector(bytes, vf);
+#endif
+}
+
 INLINE void store(float* p, vf x) { *(vf_loose*)p = x; }
 INLINE void store(bf16_t* p, vf x) {
   vu bits = (vu)x;
@@ -103,6 +116,14 @@ INLINE void store(half_t* p, vf x) {
 #elif defined(__aarch64__)
   vst1_u16((uint16_t*)p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
 #endif
+}
+
+// What multiplies the elements of an entry of the cache: a float behind them, where they are 8 bits.
+template <class C> inline float unit_of(const C* entry, int64_t count) { return 1.0f; }
+template <> inline float unit_of<int8_t>(const int8_t* entry, int64_t count) {
+  float unit;
+  memcpy(&unit, entry + count, sizeof unit);
+  return unit;
 }
 
 // ---------------------------------------------------------------- arithmetic
