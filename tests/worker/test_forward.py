@@ -12,9 +12,9 @@ import pytest
 import torch
 from pagemill_testing.no_waiting import NoWaiting
 from pagemill_testing.plan_driver import DrivenSequence, PlanDriver
+from pagemill_testing.shapes_alone import ShapesAlone
 from pagemill_testing.tiny_models import VOCAB, make_runner, save, tiny_llama
 
-from pagemill_kernels.interface import AttentionBatch
 from pagemill_kernels.reference import TorchKernels
 from pagemill_shared.messages import IterationPlan, SequenceJoin, WorkerWelcome
 from pagemill_shared.sampling import SamplingParams
@@ -127,25 +127,6 @@ def test_recordings_outlive_an_epoch_unless_there_are_more_slots(folder: Path) -
     assert len(made) == len(graph_sizes(FIRST_LINES))
     runner.begin(WorkerWelcome(9, FIRST_LINES + 1, 100))
     assert made[len(graph_sizes(FIRST_LINES))] == FIRST_LINES + 1
-
-
-class ShapesAlone(TorchKernels):
-    """Attention over tensors without numbers."""
-
-    def prepare(self, batch: AttentionBatch, cache: torch.Tensor) -> Any:
-        assert batch.lines is not None
-        assert {batch.block_tables.device.type, batch.slot_mapping.device.type} == {"meta"}
-
-    prepare_fixed = prepare
-
-    def refill(self, step: Any, batch: AttentionBatch) -> None:
-        pass
-
-    def rotate_and_write(self, *_: Any) -> None:
-        pass
-
-    def attention(self, query: torch.Tensor, *_: Any) -> torch.Tensor:
-        return query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
 
 
 @pytest.mark.parametrize("recorder", [None, lambda: run_again])

@@ -12,19 +12,23 @@ import pytest
 import torch
 from pagemill_testing.cpu_kernels import compiled, isa_names
 from pagemill_testing.plan_driver import PlanDriver
+from pagemill_testing.shapes_alone import ShapesAlone
 from pagemill_testing.tiny_gguf import Kind, TinyGguf
 from pagemill_testing.tiny_models import VOCAB, greedy, save, tiny_llama
 from tokenizers import Tokenizer, models
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from pagemill_kernels.interface import AttentionBatch, Kernels
+from pagemill_kernels.interface import AttentionBatch, Kernels, ResidentKernels
 from pagemill_kernels.reference import TorchKernels
 from pagemill_shared.codec import decode, encode
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.settings import WorkerSettings
 from pagemill_worker import load
+from pagemill_worker.cache import KVCache
+from pagemill_worker.forward import HostForward, ResidentForward
 from pagemill_worker.load import load_worker
+from pagemill_worker.models.registry import load_model
 
 REFERENCE = tiny_llama()
 
@@ -263,3 +267,27 @@ def test_sampling_settings_reach_the_sampler(source: Path, tmp_path: Path) -> No
     assert all(result.logprobs.counts.tolist() == [3] for result in driver.results)
     assert np.isfinite([result.logprobs.values for result in driver.results]).all()
     assert sequence.done
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "cuda_graphs", "expected"),
+    [
+        ("cpu", ShapesAlone, True, "host"),
+        ("cuda", TorchKernels, True, "host"),
+        ("cuda", ShapesAlone, True, "resident, recorded"),
+        ("cuda", ShapesAlone, False, "resident"),
+    ],
+)
+def test_how_iterations_are_computed_follows_from_device_and_kernels(
+    device: str, kernels: type[ResidentKernels[Any]], cuda_graphs: bool, expected: str, source: Path, tmp_path: Path
+) -> None:
+    chosen = settings(source, tmp_path, cuda_graphs=cuda_graphs)
+    config = json.loads((source / "config.json").read_text())
+    model = load_model(source, config, 64, torch.float32, torch.device("meta"), TorchKernels())
+    cache = KVCache(model.cache, 4, 2, 0, torch.float32, torch.device("meta"))
+    forward = load._forward(chosen, model, cache, kernels(), torch.device(device), 64)
+    if isinstance(forward, ResidentForward):
+        assert expected == ("resident, recorded" if forward.recorder is not None else "resident")
+    else:
+        assert isinstance(forward, HostForward)
+        assert expected == "host"

@@ -72,6 +72,7 @@ class ResidentForward:
     Attributes:
         rows: what stands there.
         graphs: the recordings, if there are any.
+        recorder: as in the arguments.
 
     Args:
         recorder: makes what makes the recordings of one set of rows, see `Record`; None to make none.
@@ -88,8 +89,8 @@ class ResidentForward:
     ) -> None:
         self._model, self._cache, self._kernels, self._device = model, cache, kernels, device
         self._width = -(-max_model_len // cache.block_size) + 1
-        self._recorder = recorder
-        self.rows = DeviceRows(0, 1, device)
+        self.recorder = recorder
+        self.rows = DeviceRows(0, 1, torch.device("meta"))  # takes no memory before there is an epoch
         self.graphs: DecodeGraphs | None = None
         self._owners = self._kept = self.rows.lengths[:0]
 
@@ -98,8 +99,8 @@ class ResidentForward:
         if max_num_seqs > self.rows.padding:
             self.graphs = None
             self.rows = DeviceRows(max(max_num_seqs, FIRST_LINES), self._width, self._device)
-            if self._recorder is not None:
-                record = self._recorder()
+            if self.recorder is not None:
+                record = self.recorder()
                 self.graphs = DecodeGraphs(self._model, self._cache, self._kernels, self.rows, record)
 
     def run(self, plan: IterationPlan, batch: Batch | None, rows: Rows) -> Tensor | None:

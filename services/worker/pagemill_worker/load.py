@@ -63,7 +63,8 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
     forward = _forward(settings, model, cache, kernels, device, max_model_len)
     lanes = CudaLanes(device) if device.type == "cuda" else OneLane()
     runner = Runner(model, cache, kernels, max_model_len, device, grammars, forward=forward, lanes=lanes)
-    measure.decode_seconds(runner, 1)  # warms up
+    report("warming up", None)
+    measure.decode_seconds(runner, 1)  # records decode steps, too, where they are recorded
     runner.threads = _threads(settings.num_threads, runner, device, report)
     prefill = measure.prefill_rate(runner)
     swapped = measure.swap_rate(runner)

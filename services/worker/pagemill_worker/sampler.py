@@ -31,7 +31,9 @@ from pagemill_worker.transfer import download, upload
 HOST = "cpu"
 """The device whose numbers can be looked at without waiting; there, what depends on few numbers looks for them."""
 SLAB_ELEMENTS = 1 << 22
-"""Most probabilities that are held at once."""
+"""Most probabilities that are held at once on the host, which has caches."""
+DEVICE_SLAB_ELEMENTS = 1 << 24
+"""The same on a device, where every operation is a launch."""
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int64).ravel()
 """[256] the bits of each byte, lowest first, as eight bytes."""
 BLOCK = 128
@@ -192,7 +194,8 @@ def _rows_of(logits: Tensor, index: Tensor) -> Tensor:
 def _draw(logits: Tensor, best: Tensor, tokens: Tensor, batch: SampleBatch, rows: SamplingRows) -> None:
     """Overwrites the [N] ``tokens`` of random rows."""
     numbers = uniforms(rows.seed[batch.slots[batch.row_of]], batch.sequences, batch.positions)
-    slab = max(1, SLAB_ELEMENTS // logits.shape[1])
+    elements = SLAB_ELEMENTS if logits.device.type == HOST else DEVICE_SLAB_ELEMENTS
+    slab = max(1, elements // logits.shape[1])
     for begin in range(0, batch.random.size, slab):
         part = batch.random[begin : begin + slab]
         slots = batch.slots[part]
