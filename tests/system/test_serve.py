@@ -14,6 +14,8 @@ import pytest
 from pagemill_testing.agreement import Agreement, GreedyRun
 from pagemill_testing.live_server import ServeCommand
 
+from pagemill_gateway.answers import SchedulerState
+
 pytestmark = pytest.mark.timeout(300)
 
 README = Path(__file__).parents[2] / "README.md"
@@ -68,6 +70,7 @@ def test_the_example_of_structured_output_answers_as_the_readme_says(server: Ser
 def test_looking_inside(server: ServeCommand) -> None:
     state = json.loads(shell(readme_command(server, f"curl {HERE}/v1/pagemill/state").partition("#")[0]))
     assert state["ready_workers"] == 1
+    SchedulerState.model_validate(state)
     metrics = shell(readme_command(server, f"curl {HERE}/metrics").partition("#")[0])
     assert re.search(r"^pagemill:num_requests_running\{.*\} 0\.0$", metrics, re.MULTILINE)
 

@@ -115,18 +115,21 @@ def _success(operation: Operation, references: References) -> dict[str, Any]:
         return _response(operation.summary, {"text/plain": {"schema": {"type": "string"}}})
     content = {"application/json": {"schema": references[operation.answer]}}
     if operation.event is not None:
-        content["text/event-stream"] = {"schema": _event(references[operation.event], references[Error])}
+        content["text/event-stream"] = {
+            "schema": _event(references[operation.event], references[Error], operation.says_done)
+        }
     return _response(operation.summary, content)
 
 
-def _event(data: Any, error: Any) -> dict[str, Any]:
+def _event(data: Any, error: Any, says_done: bool) -> dict[str, Any]:
     """A server-sent event. OpenAPI 3.1 has no words for a stream of them; 3.2 describes one event so."""
     piece = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": [data, error]}}
+    last = " The last one of any other is `[DONE]`." if says_done else ""
     return {
         "type": "object",
-        "description": "Each of the stream's events. The last one's data is `[DONE]`, or an error.",
+        "description": f"Each of the stream's events. The last one of a stream that failed is an error.{last}",
         "required": ["data"],
-        "properties": {"data": {"anyOf": [piece, {"const": "[DONE]"}]}},
+        "properties": {"data": {"anyOf": [piece, {"const": "[DONE]"}]} if says_done else piece},
     }
 
 

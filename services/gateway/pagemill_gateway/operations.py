@@ -26,6 +26,7 @@ class Operation:
         answer: the JSON that comes with status 200; None for plain text.
         bodies: what the request's body may be, one of them.
         event: the data of a stream's events, where it can stream.
+        says_done: whether ``[DONE]`` ends a stream.
         keyless: whether it is served without an API key.
         errors: statuses of errors besides 401.
     """
@@ -38,6 +39,7 @@ class Operation:
     answer: type[BaseModel] | None
     bodies: tuple[type[RequestBody], ...] = ()
     event: type[BaseModel] | None = None
+    says_done: bool = True
     keyless: bool = False
     errors: tuple[int, ...] = (503,)
 
@@ -75,6 +77,7 @@ RESPONSE = Operation(
     response_answers.Response,
     bodies=(ResponseBody,),
     event=response_answers.ResponseEvent,
+    says_done=False,
     errors=_GENERATION_ERRORS,
 )
 EMBEDDINGS = Operation(
