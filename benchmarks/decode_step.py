@@ -1,6 +1,7 @@
 """What a decode iteration of the whole worker costs: real plans, the bundled model, sampling included.
 
-    python benchmarks/decode_step.py [--quick] [--json] [--quantization none,int8,gguf] [--threads 1]
+    python benchmarks/decode_step.py [--quick] [--json] [--quantization none,int8,gguf] [--kv-cache-dtype auto]
+        [--threads 1]
 
 Every row has `context` tokens whose keys and values are taken as computed. A step is `Runner.execute` of a plan that
 decodes all rows greedily. Reported: median time by the clock and median processor time of the calling thread (all of
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--quantization", default="none,int8,gguf", help="comma-separated")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp16", "bf16", "int8"])
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     steps = 12 if arguments.quick else 60
@@ -73,18 +75,23 @@ def main() -> None:
     for quantization in arguments.quantization.split(","):
         settings = WorkerSettings(
             quantization=cast(Literal["none", "int8", "gguf"], quantization),
+            kv_cache_dtype=arguments.kv_cache_dtype,
             num_threads=arguments.threads,
             num_kv_blocks=2048,
             num_swap_blocks=0,
         )
         runner, hello = load_worker(settings, lambda text, done: None)
-        print(f"{hello.model}, {hello.dtype}, quantization {quantization}, {hello.kernels}, {hello.device}")
+        print(
+            f"{hello.model}, {hello.dtype}, quantization {quantization}, KV cache {arguments.kv_cache_dtype}, "
+            f"{hello.kernels}, {hello.device}"
+        )
         print(f"{'rows':>5} {'context':>8} {'clock ms':>9} {'cpu ms':>9} {'tokens/s':>9}")
         for rows, context in LOADS:
             wall, processor = measure(runner, rows, context, steps)
             cases.append(
                 {
                     "quantization": quantization,
+                    "kv_cache_dtype": arguments.kv_cache_dtype,
                     "kernels": hello.kernels,
                     "rows": rows,
                     "context": context,

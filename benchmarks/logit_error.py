@@ -81,7 +81,7 @@ def main() -> None:
     for quantization, dtype in [(q, "auto") for q in quantizations] + [("none", d) for d in dtypes if d != "auto"]:
         found, block_bytes = logits(settings(quantization, dtype), tokens)
         shares = found.log_softmax(-1)
-        found -= found.mean(-1, keepdim=True)
+        found = found - found.mean(-1, keepdim=True)
         case = {
             "quantization": quantization,
             "kv_cache_dtype": dtype,
