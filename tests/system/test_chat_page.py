@@ -31,13 +31,11 @@ def ask(page: Page, text: str) -> None:
 
 def test_a_conversation_and_what_it_looks_like(server: ServeCommand, browser: Browser, tmp_path: Path) -> None:
     with visit(browser, server.url, viewport=WIDE) as page:
-        page.set_default_timeout(90_000)
         expect.set_options(timeout=90_000)
         page.get_by_label("Temperature").fill("0")
         ask(page, "What is the capital of France?")
         expect(page.locator(".answer .words")).to_have_text("The capital of France is Paris.")
-        page.get_by_label("System text").fill("You are a poet who writes short sentences.")
-        for label, value in {"Temperature": "0.8", "Seed": "7", "Answers (n)": "3", "max_tokens": "60"}.items():
+        for label, value in {"Temperature": "0.6", "Seed": "4", "Answers (n)": "3", "max_tokens": "60"}.items():
             page.get_by_label(label).fill(value)
         ask(page, "Describe it at dawn, in two sentences.")
         cards = page.locator(".answers").nth(1).locator(".answer")
