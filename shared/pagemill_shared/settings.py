@@ -212,6 +212,9 @@ class TextSettings(SettingsGroup):
     group: ClassVar[str] = "Model"
 
     chat_template: Path | None = Field(None, description="Jinja file that replaces the model's own chat template")
+    trust_request_chat_template: bool = Field(
+        False, description="let requests bring a chat template of their own: a program that runs in a sandbox"
+    )
     tool_call_parser: Literal["auto", "hermes", "llama3", "mistral"] = Field(
         "auto", description="how the model writes function calls; auto goes by its chat template"
     )

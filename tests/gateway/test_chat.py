@@ -281,3 +281,27 @@ def test_a_template_file_is_used(tmp_path: Any) -> None:
         running.stub.replay(ids("one"))
         assert running.post(PATH, messages=HI).status_code == 200
         assert TOKENIZER.decode(running.stub.submitted[0].prompt_token_ids.tolist()) == ">Hi"
+
+
+SHOUTING = "{% for message in messages %}{{ message.content | upper }}|{% endfor %}{{ word }}"
+
+
+def test_a_requests_own_template_is_used_where_it_is_trusted() -> None:
+    with stage(trust_request_chat_template=True) as running:
+        body = {"messages": [{"role": "user", "content": "fox"}], "chat_template_kwargs": {"word": "end"}}
+        found = running.post("/tokenize", **body, chat_template=SHOUTING).json()["tokens"]
+        assert TOKENIZER.decode(found, skip_special_tokens=False) == "FOX|end"
+        running.stub.replay(TOKENIZER.encode("!").ids)
+        assert running.post(PATH, **body, chat_template=SHOUTING, max_tokens=1).status_code == 200
+        assert running.stub.submitted[0].prompt_token_ids.tolist() == found
+        for source in ("{% for", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no') }}"):
+            response = running.post(PATH, **body, chat_template=source)
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"] == "chat_template"
+
+
+def test_a_requests_own_template_is_refused_where_it_is_not_trusted(chat: Stage) -> None:
+    for path in (PATH, "/tokenize"):
+        response = chat.post(path, messages=[{"role": "user", "content": "fox"}], chat_template=SHOUTING)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "chat_template"

@@ -127,6 +127,7 @@ async def load_engine(settings: GatewaySettings) -> Engine:
         Connection(settings, manifest.fingerprint),
         GatewayMetrics(settings.metrics_prefix, name),
         limits_of(settings),
+        settings.trust_request_chat_template,
         tool_format(settings.tool_call_parser, tokenizer),
     )
 

@@ -11,7 +11,8 @@ from typing import Any
 from pagemill_gateway.chat_body import ChatBody, ConversationFields
 from pagemill_gateway.choice import Choice, TokenLogprob
 from pagemill_gateway.echo import prompt_logprobs
-from pagemill_gateway.engine import Engine, Generation
+from pagemill_gateway.engine import INLINE_SIZE, Engine, Generation
+from pagemill_gateway.errors import ApiError
 from pagemill_gateway.exchange import Exchange, json_text
 from pagemill_gateway.logprobs import chat_entries, finite
 from pagemill_gateway.prompt import Prompt
@@ -81,16 +82,28 @@ async def encode_conversation(engine: Engine, body: ConversationFields) -> list[
     """The prompt's token ids; long conversations are rendered and tokenized off the event loop.
 
     Raises:
-        ApiError: the template refuses the messages.
+        ApiError: the template refuses the messages, or is the request's own and not trusted.
     """
     messages = [message.as_template_message() for message in body.messages]
     tools = [tool.as_template_tool() for tool in body.offered_tools]
-    template = engine.tokenizer.chat_template
+    tokenizer = engine.tokenizer
+    size = sum(_TURN_SIZE + len(message["content"]) for message in messages) + _TOOL_SIZE * len(tools)
+    if body.chat_template is not None:
+        if not engine.trusts_templates:
+            raise ApiError(
+                400,
+                "chat_template needs a server that was started with --trust-request-chat-template",
+                param="chat_template",
+                code="unsupported_parameter",
+            )
+        tokenizer = tokenizer.with_template(body.chat_template)
+        size += INLINE_SIZE  # nobody knows for how long it renders
+    template = tokenizer.chat_template
     if template is not None and needs_text(messages, tools, template):
         messages, tools = with_tools_as_text(messages, tools, engine.tool_format), []
     return await engine.sized(
-        sum(_TURN_SIZE + len(message["content"]) for message in messages) + _TOOL_SIZE * len(tools),
-        lambda: engine.tokenizer.encode_chat(
+        size,
+        lambda: tokenizer.encode_chat(
             messages,
             tools=tools,
             add_generation_prompt=body.generation_prompt,

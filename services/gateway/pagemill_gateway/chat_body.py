@@ -91,6 +91,10 @@ class ChatMessage(BaseModel):
         return message
 
 
+MAX_TEMPLATE = 65_536
+"""Most characters of a chat template that a request brings."""
+
+
 class ConversationFields(ToolFields):
     """How messages become a prompt; shared by chat completions and tokenize."""
 
@@ -98,6 +102,7 @@ class ConversationFields(ToolFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
+    chat_template: str | None = Field(None, min_length=1, max_length=MAX_TEMPLATE)
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": {"not": {"enum": [*sorted(RESERVED_KWARGS)]}}}
     )
@@ -138,7 +143,6 @@ class ChatBody(ConversationFields, GenerationBody):
         "web_search_options": NOTHING,
         "echo": OFF,
         "documents": only([]),
-        "chat_template": NOTHING,
         "mm_processor_kwargs": only({}),
         "media_io_kwargs": only({}),
     }

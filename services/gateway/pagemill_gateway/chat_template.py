@@ -43,15 +43,19 @@ class ChatTemplate:
 
     Args:
         special_tokens: ``bos_token`` and the like, as templates use them.
+        param: the request's field that is at fault when it does not render.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str], backend: Tokenizer) -> None:
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], backend: Tokenizer, param: str = "messages"
+    ) -> None:
         self._source = source
         self.format: FormatName = format_of_template(source)
         """How the model writes calls, going by the template."""
         self.knows_tools = re.search(r"\btools\b", source) is not None
         self.knows_calls = "tool_calls" in source
         self._special_tokens = special_tokens
+        self._param = param
         self._backend = backend
         self._control_tokens = {
             token.content: index
@@ -113,11 +117,11 @@ class ChatTemplate:
             )
         except jinja2.TemplateSyntaxError as error:
             raise RequestError(
-                f"the chat template is broken: {error}", code="chat_template_invalid", param="messages"
+                f"the chat template is broken: {error}", code="chat_template_invalid", param=self._param
             ) from None
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise RequestError(
-                f"the chat template refuses these messages: {error}", code="chat_template_error", param="messages"
+                f"the chat template refuses these messages: {error}", code="chat_template_error", param=self._param
             ) from None
         text: str = rendered[0]
         return text

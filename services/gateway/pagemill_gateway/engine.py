@@ -109,6 +109,7 @@ class Engine:
 
     Args:
         name: what the API calls the model.
+        trusts_templates: whether requests may bring a chat template of their own.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Engine:
         connection: Connection,
         metrics: GatewayMetrics,
         limits: Limits,
+        trusts_templates: bool,
         tool_format: ToolFormat,
     ) -> None:
         self.name = name
@@ -131,6 +133,7 @@ class Engine:
         self.connection = connection
         self.metrics = metrics
         self.limits = limits
+        self.trusts_templates = trusts_templates
         self.created = int(time.time())
         self.open: set[Generation] = set()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")

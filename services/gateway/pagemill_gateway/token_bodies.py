@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import field_validator
 
-from pagemill_gateway.bodies import NOTHING, Accepts, RequestBody, only
+from pagemill_gateway.bodies import Accepts, RequestBody, only
 from pagemill_gateway.chat_body import ConversationFields
 from pagemill_gateway.completion_body import TokenId, check_token_ids
 
@@ -23,7 +23,6 @@ class TokenizeChatBody(ConversationFields, RequestBody):
     """POST /tokenize with messages"""
 
     unserved: ClassVar[dict[str, Accepts]] = {
-        "chat_template": NOTHING,
         "mm_processor_kwargs": only({}),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,18 @@ from pagemill_shared.errors import ConfigurationError
 class TextTokenizer:
     """The tokenizer of one model. Safe to use from several threads; long texts are encoded without holding the GIL."""
 
-    def __init__(self, backend: Tokenizer, chat_template: ChatTemplate | None, bos_token_id: int | None) -> None:
+    def __init__(
+        self,
+        backend: Tokenizer,
+        chat_template: ChatTemplate | None,
+        bos_token_id: int | None,
+        special_tokens: dict[str, str] | None = None,
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._bos_token_id = bos_token_id
+        self._special_tokens = special_tokens or {}
         self.vocabulary: Vocabulary = build_vocabulary(backend)
         self.chat_template = chat_template
         self._adds_bos = bos_token_id is not None and self._encode("a", True)[:1] == [bos_token_id]
@@ -40,11 +48,17 @@ class TextTokenizer:
         except Exception as error:  # the libraries raise many types, bare Exception among them
             raise ConfigurationError(f"the tokenizer in {folder} cannot be read: {_first_line(error)}") from None
         source = _template_source(loaded, template_file)
+        specials = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
         template = None
         if source is not None:
-            specials = {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
             template = ChatTemplate(source, specials, loaded.backend_tokenizer)
-        return cls(loaded.backend_tokenizer, template, loaded.bos_token_id)
+        return cls(loaded.backend_tokenizer, template, loaded.bos_token_id, specials)
+
+    def with_template(self, source: str) -> TextTokenizer:
+        """The same tokenizer with another chat template, for one conversation."""
+        other = copy(self)
+        other.chat_template = ChatTemplate(source, self._special_tokens, self._backend, param="chat_template")
+        return other
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt, in which control tokens are written as themselves. BOS is never doubled: a text that
