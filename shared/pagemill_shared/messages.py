@@ -49,24 +49,31 @@ Micros = Annotated[int, Int(0, 2**53)]
 Rate = Annotated[float, Float(0.0)]
 
 
+_NO_INT32 = np.zeros(0, np.int32)
+_NO_FLOAT32 = np.zeros(0, np.float32)
+_NO_PAIRS = np.zeros((0, 2), np.int32)
+_NO_TRIPLES = np.zeros((0, 3), np.int32)
+_NO_QUADS = np.zeros((0, 4), np.int32)
+
+
 def _no_int32() -> Int32Array:
-    return np.zeros(0, np.int32)
+    return _NO_INT32
 
 
 def _no_float32() -> Float32Array:
-    return np.zeros(0, np.float32)
+    return _NO_FLOAT32
 
 
 def _no_pairs() -> Int32Array:
-    return np.zeros((0, 2), np.int32)
+    return _NO_PAIRS
 
 
 def _no_triples() -> Int32Array:
-    return np.zeros((0, 3), np.int32)
+    return _NO_TRIPLES
 
 
 def _no_quads() -> Int32Array:
-    return np.zeros((0, 4), np.int32)
+    return _NO_QUADS
 
 
 class FinishReason(IntEnum):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import itemgetter, le
 from typing import Any
 
@@ -19,8 +20,11 @@ from pagemill_shared.errors import ProtocolError
 from pagemill_shared.schema import Bool, Float, Float32s, Int, Int32s, Kind, Message, Optional, getter, layout_of
 
 Parts = tuple[Any, ...]
+_ITEM_BYTES = 4
+Heads = list[tuple[Any, ...]]
 Inserted = list[tuple[int, Sequence[Any]]]
 """For each field that has no place in the head: its place among the fields, and its value in each record."""
+Checked = tuple[Heads, list[Any], Inserted]
 
 
 class Record(Message):
@@ -45,22 +49,23 @@ class RecordLayout:
         # By place among the fields.
         self._others: list[tuple[int, str, Kind]] = []
         self._nested: list[tuple[int, RecordLayout]] = []
-        formats, nested_names = "<", []
-        for place, (name, kind) in enumerate(layout_of(cls).fields):
+        self._places: list[int] = []
+        formats = "<"
+        fields = layout_of(cls).fields
+        for place, (name, kind) in enumerate(fields):
             if isinstance(kind, Packed):
                 self._nested.append((place, kind.layout))
-                nested_names.append(name)
             elif (bounds := self._add_to_head(kind)) is None:
                 self._others.append((place, name, kind))
             else:
                 self._names.append(name)
+                self._places.append(place)
                 self._lows.append(bounds[0])
                 self._highs.append(bounds[1])
                 formats += "d" if isinstance(kind, Float) else "q"
         self._head = struct.Struct(formats)
-        self._get_head = getter(self._names)
-        self._get_others = getter([name for _, name, _ in self._others])
-        self._get_nested = getter(nested_names)
+        self.names = [name for name, _ in fields]
+        self.get = getter(self.names)
         self._num_own = 1 + len(self._sections) + bool(self._others)
         self.num_parts: int = self._num_own + sum(layout.num_parts for _, layout in self._nested)
 
@@ -87,36 +92,40 @@ class RecordLayout:
                 return 0, kind.max_items
         return None
 
-    def pack(self, record: Any) -> Parts:
-        """The parts of one record.
+    def pack(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
+        """The parts of K records, given field by field: K values for each, in order.
 
         Raises:
             ValueError: a field holds what its kind cannot carry.
         """
+        heads = [columns[place] for place in self._places]
+        for at, none in self._optional:
+            heads[at] = [none if value is None else value for value in heads[at]]
+        contents: list[list[list[bytes]]] = [[] for _ in self._sections]
+        for at, kind, section, _ in self._arrays:
+            packed = list(map(kind.pack, heads[at]))
+            heads[at] = [len(data) // _ITEM_BYTES for data in packed]
+            contents[section].append(packed)
+        try:
+            parts: list[Any] = [b"".join(map(self._head.pack, *heads))]
+        except struct.error as error:
+            raise ValueError(f"{self.cls.__name__} cannot be packed: {error}") from None
+        for arrays in contents:
+            parts.append(b"".join(arrays[0] if len(arrays) == 1 else chain.from_iterable(zip(*arrays, strict=True))))
+        if self._others:
+            others = [map(kind.pack, columns[place]) for place, _, kind in self._others]
+            parts.append(list(map(list, zip(*others, strict=True))))
+        for place, layout in self._nested:
+            nested = [layout.pack_one(record) for record in columns[place]]
+            parts += nested[0] if len(nested) == 1 else map(_joined, zip(*nested, strict=True))
+        return parts
+
+    def pack_one(self, record: Any) -> Parts:
+        """The parts of one record, those that it came with if it came from the wire."""
         kept: Parts | None = getattr(record, "_parts", None)
         if kept is not None:
             return kept
-        values = list(self._get_head(record))
-        sections = [b""] * len(self._sections)
-        for at, kind, section, _ in self._arrays:
-            length = len(values[at])
-            if length:
-                sections[section] += kind.pack(values[at])
-            values[at] = length
-        for at, none in self._optional:
-            if values[at] is None:
-                values[at] = none
-        try:
-            head = self._head.pack(*values)
-        except struct.error as error:
-            raise ValueError(f"{self.cls.__name__} cannot be packed: {error}") from None
-        parts: list[Any] = [head, *sections]
-        if self._others:
-            others = zip(self._others, self._get_others(record), strict=True)
-            parts.append([[kind.pack(value) for (_, _, kind), value in others]])
-        for (_, layout), nested in zip(self._nested, self._get_nested(record), strict=True):
-            parts += layout.pack(nested)
-        return tuple(parts)
+        return tuple(self.pack([(value,) for value in self.get(record)]))
 
     def check(self, parts: Any, max_items: int) -> Records:
         """The records that ``parts`` hold.
@@ -142,9 +151,9 @@ class RecordLayout:
             lengths[section] += sum(map(itemgetter(at), heads))
         if lengths != [len(section) for section in sections]:
             raise ProtocolError(f"arrays of {lengths} items in sections of {[len(section) for section in sections]}")
-        return Records(self, parts, heads, sections, self._check_inserted(parts, len(heads)))
+        return Records(self, parts, (heads, sections, self._check_inserted(parts, len(heads))))
 
-    def make(self, heads: list[tuple[Any, ...]], sections: list[Any], inserted: Inserted) -> Iterator[Any]:
+    def make(self, heads: Heads, sections: list[Any], inserted: Inserted) -> Iterator[Any]:
         """The records of what ``check`` has found right."""
         cls, starts = self.cls, [0] * len(sections)
         for number, head in enumerate(heads):
@@ -199,24 +208,17 @@ class Records(Sequence[Any]):
     """Records that came from the wire, checked. They are made when they are first asked for: to send them on, none
     need be."""
 
-    def __init__(
-        self,
-        layout: RecordLayout,
-        parts: list[Any],
-        heads: list[tuple[Any, ...]],
-        sections: list[Any],
-        inserted: Inserted,
-    ) -> None:
+    def __init__(self, layout: RecordLayout, parts: list[Any], checked: Checked) -> None:
         self.parts = parts
-        self._layout, self._heads, self._sections, self._inserted = layout, heads, sections, inserted
+        self._layout, self._checked = layout, checked
         self._items: tuple[Any, ...] | None = None
 
     def __len__(self) -> int:
-        return len(self._heads)
+        return len(self._checked[0])
 
     def __getitem__(self, index: Any) -> Any:
         if self._items is None:
-            self._items = tuple(self._layout.make(self._heads, self._sections, self._inserted))
+            self._items = tuple(self._layout.make(*self._checked))
         return self._items[index]
 
     def __eq__(self, other: object) -> bool:
@@ -234,7 +236,7 @@ class Packed(Kind):
         self.layout = RecordLayout(cls)
 
     def pack(self, value: Any) -> Parts:
-        return self.layout.pack(value)
+        return self.layout.pack_one(value)
 
     def unpack(self, raw: Any) -> Any:
         records = self.layout.check(raw, 1)
@@ -254,9 +256,11 @@ class PackedSequence(Kind):
         self.layout, self.max_items = RecordLayout(cls), max_items
 
     def pack(self, value: Sequence[Any]) -> list[Any]:
+        if not value:
+            return []
         if isinstance(value, Records):
             return value.parts
-        return [_joined(parts) for parts in zip(*map(self.layout.pack, value), strict=True)]
+        return self.layout.pack(list(zip(*map(self.layout.get, value), strict=True)))
 
     def unpack(self, raw: Any) -> Sequence[Any]:
         return self.layout.check(raw, self.max_items) if raw != [] else ()

@@ -31,7 +31,7 @@ def test_a_built_delivery_leaves_the_builder_empty() -> None:
 
 
 def test_an_end_token_beats_the_length_limit() -> None:
-    codes = finish_codes(np.array([True, True, False, False]), np.array([True, False, True, False]))
+    codes = finish_codes([0, 1], np.array([True, False, True, False]))
     assert codes.tolist() == [FinishReason.EOS, FinishReason.EOS, FinishReason.LENGTH, FinishReason.NOT_FINISHED]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill_scheduler import prefix_names
-from pagemill_scheduler.prefix_names import NO_SALT, PrefixNames
+from pagemill_scheduler.prefix_names import NO_SALT, PrefixNames, Run
 
 SIZE = 2
 NUM_BLOCKS = 40
@@ -112,8 +112,20 @@ def test_a_block_behind_an_evicted_one_is_not_found_even_when_its_prefix_returns
     assert names.find(NO_SALT, ids(1, 1, 2, 2))[0] == [3]
 
 
+def test_runs_that_are_named_together_are_found_apart() -> None:
+    names = PrefixNames(NUM_BLOCKS, SIZE)
+    root = names.name_run(NO_SALT, ids(1, 1), ids(1))
+    texts = [(NO_SALT, ids(2, 2, 3, 3), ids(2, 3)), (root, ids(2, 2), ids(4)), (root, ids(3, 3, 4, 4), ids(5, 6))]
+    nodes = names.name_runs([Run(node, names.key(node, text[:SIZE]), text, blocks) for node, text, blocks in texts])
+    assert names.find(NO_SALT, ids(2, 2, 3, 3, 2, 2)) == ([2, 3], nodes[0])
+    assert names.find(NO_SALT, ids(1, 1, 2, 2, 3, 3)) == ([1, 4], nodes[1])
+    assert names.find(NO_SALT, ids(1, 1, 3, 3, 4, 4)) == ([1, 5, 6], nodes[2])
+    names.forget(ids(1, 2, 3, 4, 5, 6))
+    assert not names.named.any()
+
+
 def test_equal_hashes_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_names, "_key", lambda parent, tokens: 7)
+    monkeypatch.setattr(PrefixNames, "key", lambda self, parent, tokens: 7)
     names = PrefixNames(NUM_BLOCKS, SIZE)
     names.name_run(NO_SALT, ids(1, 1), ids(1))
     assert names.find(NO_SALT, ids(2, 2)) == ([], NO_SALT)

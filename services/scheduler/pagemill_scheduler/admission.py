@@ -34,7 +34,7 @@ def starters(request: Request) -> list[Sequence]:
     return unfinished if request.forked else unfinished[:1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Demand:
     """What starting a request on a worker takes.
 
@@ -50,8 +50,10 @@ class Demand:
 
 def demand(state: State, worker: WorkerState, request: Request) -> Demand:
     """What ``request`` would take on ``worker`` as things stand."""
-    sequences = starters(request)
-    need = sum(worker.blocks_for(len(sequence.tokens)) for sequence in sequences)
+    sequences = request.sequences[:1] if request.is_fresh else starters(request)
+    need = 0
+    for sequence in sequences:
+        need += worker.blocks_for(len(sequence.tokens))
     if len(sequences) > 1 or request.swapped_to:
         trees = block_trees(worker, request)
         need -= sum(len(tree) for tree in trees) - len({key for tree in trees for key in tree})

@@ -12,10 +12,12 @@ from pagemill_scheduler.request import LogprobEntry, Request, Sequence
 from pagemill_shared.messages import Delivery, FinishReason, PromptReport, RequestFailure, TokenLogprobs
 from pagemill_shared.schema import Float32Array, Int32Array
 
+_NO_LOGPROBS = TokenLogprobs()
+
 
 def pack_logprobs(rows: list[int], entries: list[LogprobEntry]) -> TokenLogprobs:
     if not rows:
-        return TokenLogprobs()
+        return _NO_LOGPROBS
     return TokenLogprobs(
         rows=np.array(rows, np.int32),
         counts=np.array([len(entry.token_ids) for entry in entries], np.int32),
@@ -33,6 +35,7 @@ class DeliveryBuilder:
     """Collects entries: many one-token entries at once as arrays, or one sequence at a time."""
 
     def __init__(self) -> None:
+        self._ones = np.ones(0, np.int32)
         self.reset()
 
     def reset(self) -> None:
@@ -60,7 +63,9 @@ class DeliveryBuilder:
         tokens: Int32Array,
     ) -> None:
         """[K] entries of one token each."""
-        ones = np.ones(len(tokens), np.int32)
+        if len(tokens) > len(self._ones):
+            self._ones = np.ones(2 * len(tokens), np.int32)
+        ones = self._ones[: len(tokens)]
         self._columns.append((handles, sequences, offsets, ones, finishes, cached_tokens))
         self._scores.append(np.zeros(len(tokens), np.float32))
         self._tokens.append(tokens)
@@ -105,9 +110,12 @@ class DeliveryBuilder:
         return delivery
 
 
-def finish_codes(hit: npt.NDArray[np.bool_], full: npt.NDArray[np.bool_]) -> Int32Array:
-    """[K] FinishReason per row: an end or stop token beats the length limit. EOS stands for both kinds of hit."""
-    codes = np.zeros(len(hit), np.int32)
-    codes[full] = FinishReason.LENGTH
-    codes[hit] = FinishReason.EOS
+def finish_codes(hits: list[int], full: npt.NDArray[np.bool_]) -> Int32Array:
+    """[K] FinishReason per row: an end or stop token, at the places ``hits``, beats the length limit, where ``full`` is
+    True. EOS stands for both kinds of hit."""
+    codes = np.zeros(len(full), np.int32)
+    if np.count_nonzero(full):
+        codes[full] = FinishReason.LENGTH
+    for place in hits:
+        codes[place] = FinishReason.EOS
     return codes

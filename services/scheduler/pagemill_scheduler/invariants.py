@@ -93,7 +93,8 @@ def _check_rows(worker: WorkerState) -> None:
         least, most = worker.blocks_for(max(computed, 1)), worker.blocks_for(length + pending)
         _require(least <= blocks <= most, f"{who}: {blocks} blocks for {computed} of {length}+{pending} tokens")
         full = min(length, computed) // worker.block_size
-        _require(table.named[slot] <= full, f"{who}: {table.named[slot]} blocks named, {full} are full")
+        named = int(table.name_at[slot]) // worker.block_size - 1
+        _require(named <= full, f"{who}: {named} blocks named, {full} are full")
 
 
 def _check_flights(worker: WorkerState) -> None:

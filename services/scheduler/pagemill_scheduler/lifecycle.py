@@ -7,6 +7,9 @@ from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
 from pagemill_shared.messages import FinishReason, RequestFailure
 
+_REASONS = tuple(FinishReason)
+"""By code; to call an enumeration takes longer."""
+
 
 def preempt(state: State, request: Request, why: str, *, keep_blocks: bool = True) -> str:
     """Take a running request off its worker, all its sequences at once, and queue it where its arrival puts it.
@@ -102,19 +105,19 @@ def finish(state: State, worker: WorkerState, sequences: list[Sequence], codes: 
     """``sequences``, all running on ``worker``, have ended for the reasons ``codes`` (FinishReason)."""
     if worker.table.num_gates or not all(sequence.request.forked for sequence in sequences):
         for sequence, code in zip(sequences, codes, strict=True):
-            sequence.finish = FinishReason(code)
+            sequence.finish = _REASONS[code]
             finish_one(state, sequence)
         return
     # Nobody waits for what any of them has or was to do: they can leave together.
     for sequence, code in zip(sequences, codes, strict=True):
-        sequence.finish = FinishReason(code)
+        sequence.finish = _REASONS[code]
     worker.vacate(sequences, keep_in_flight=False)
     for sequence in sequences:
         request = sequence.request
         worker.take_seats(request, request.seats - 1)
         if not request.seats:
             state.counters.requests_finished += 1
-            end(state, request, acknowledge=True)
+            _forget(state, request, acknowledge=True)
 
 
 def finish_one(state: State, sequence: Sequence) -> None:
@@ -151,6 +154,11 @@ def end(state: State, request: Request, *, acknowledge: bool) -> None:
         if request.swapped_to:
             _release_host(state, request, list(request.sequences))
             request.swapped_to = ""
+    _forget(state, request, acknowledge=acknowledge)
+
+
+def _forget(state: State, request: Request, *, acknowledge: bool) -> None:
+    """The end of a request that owns nothing any more."""
     request.move(Status.ENDED)
     request.worker = ""
     del request.gateway.requests[request.handle]

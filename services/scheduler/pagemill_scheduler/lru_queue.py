@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from pagemill_shared.schema import Int32Array
 
@@ -26,7 +27,7 @@ class LruQueue:
         """All, oldest first."""
         return self._fresh(self._head, self._tail)
 
-    def add(self, blocks: Int32Array) -> None:
+    def add(self, blocks: Int32Array | npt.NDArray[np.intp]) -> None:
         count = len(blocks)
         if self._tail + count > len(self._queue):
             left = self.blocks()

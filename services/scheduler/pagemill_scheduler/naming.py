@@ -6,6 +6,7 @@ import numpy as np
 
 from pagemill_scheduler.table import Slots
 from pagemill_scheduler.worker import WorkerState
+from pagemill_shared.schema import Int32Array
 
 
 def name_slot(worker: WorkerState, slot: int) -> None:
@@ -16,28 +17,28 @@ def name_slot(worker: WorkerState, slot: int) -> None:
     """
     table, pool = worker.table, worker.pool
     full = min(table.length.item(slot), table.computed.item(slot)) // worker.block_size
-    first = table.named.item(slot)
+    first = table.name_at.item(slot) // worker.block_size - 1
     if full <= first:
         return
     tokens = table.tokens[slot, first * worker.block_size : full * worker.block_size]
     table.node[slot] = pool.names.name_run(table.node.item(slot), tokens, table.blocks[slot, first:full])
-    table.named[slot] = full
+    table.name_at[slot] = (full + 1) * worker.block_size
 
 
-def name_rows(worker: WorkerState, slots: Slots) -> None:
-    """``name_slot`` for those of ``slots`` that have filled a block."""
+def name_rows(worker: WorkerState, slots: Slots, length: Int32Array) -> None:
+    """``name_slot`` for those of ``slots`` that have filled a block. They are ``length`` tokens long."""
     table = worker.table
-    full = np.minimum(table.length[slots], table.computed[slots]) // worker.block_size
-    first = table.named[slots]
-    filled = (full > first).nonzero()[0]
+    known = np.minimum(length, table.computed[slots])
+    filled = (known >= table.name_at[slots]).nonzero()[0]
     if not len(filled):
         return
-    slots, first, full = slots[filled], first[filled], full[filled]
-    several = full - first > 1
-    if several.any():
+    slots, known = slots[filled], known[filled]
+    at = table.name_at[slots]
+    several = known >= at + worker.block_size
+    if np.count_nonzero(several):
         for slot in slots[several].tolist():
             name_slot(worker, slot)
-        slots, first = slots[~several], first[~several]
-    tokens = table.block_tokens[slots, first]
-    table.node[slots] = worker.pool.names.name_each(table.node[slots], tokens, table.blocks[slots, first])
-    table.named[slots] = first + 1
+        slots, at = slots[~several], at[~several]
+    tokens, blocks = table.filled(slots, at)
+    table.node[slots] = worker.pool.names.name_each(table.node[slots], tokens, blocks)
+    table.name_at[slots] = at + worker.block_size

@@ -10,7 +10,7 @@ from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Place:
     """Where a request starts, and what it takes there."""
 
@@ -35,6 +35,10 @@ class Claims:
     def hold(self, worker: str) -> None:
         """A request waits for room on ``worker`` and on no other: nobody behind it goes there."""
         self._held.add(worker)
+
+    def promise(self, worker: WorkerState, blocks: int) -> None:
+        """So many blocks of ``worker``, the one being planned, are as good as taken. What goes there claims nothing."""
+        self._blocks[worker.identity] = blocks
 
     def claim(self, worker: WorkerState, request: Request, taken: Demand) -> None:
         name = worker.identity
@@ -75,9 +79,10 @@ class Claims:
     def _refusal(self, worker: WorkerState, request: Request, taken: Demand) -> str:
         """Why ``worker`` cannot start ``request`` now; empty if it can."""
         seated = worker.seats_taken + self._seats.get(worker.identity, 0)
-        seats = self._state.config.seats
-        if seated + request.seats_needed > seats:
-            return f"seats: it needs {request.seats_needed}, {seated} of {seats} are taken"
+        # A fresh request needs all of its seats.
+        seats, needed = worker.table.capacity, request.width if request.is_fresh else request.seats_needed
+        if seated + needed > seats:
+            return f"seats: it needs {needed}, {seated} of {seats} are taken"
         free = worker.pool.num_free - self._blocks.get(worker.identity, 0)
         reserve = worker.reserve(self._state.config.watermark, seated)
         if taken.blocks + reserve > free:
@@ -92,8 +97,9 @@ class Claims:
 
 def can_ever_hold(state: State, worker: WorkerState, request: Request) -> bool:
     """Whether the worker, were it empty, could run ``request`` to its end."""
-    return (
-        request.limit <= worker.max_length
-        and request.width <= state.config.seats
-        and worker.most_blocks(request) <= worker.pool.num_blocks
+    if request.limit > worker.max_length:
+        return False
+    # A single sequence of that length fits the pool.
+    return request.width == 1 or (
+        request.width <= state.config.seats and worker.most_blocks(request) <= worker.pool.num_blocks
     )

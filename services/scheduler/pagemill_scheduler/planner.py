@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagemill_scheduler import admission, grammars, lifecycle, naming, placement
+from pagemill_scheduler.fresh import Fresh
 from pagemill_scheduler.request import Request
 from pagemill_scheduler.state import State
 from pagemill_scheduler.table import Slots
@@ -18,6 +19,7 @@ from pagemill_scheduler.worker import AwaitedReport, Flight, WorkerState
 from pagemill_shared.messages import IterationPlan, SequenceJoin
 from pagemill_shared.schema import Int32Array
 
+_ONE = np.ones((), np.int32)
 _NO_SLOTS = np.zeros(0, np.intp)
 
 SHORT_SHARE = 10
@@ -76,10 +78,10 @@ def _decode(state: State, worker: WorkerState, draft: Draft) -> None:
     rows, growing, shared = _make_room(state, worker)
     if len(growing):
         draft.new_blocks.append(table.grow(growing, pool.allocate(len(growing))))
-    for slot in shared.tolist():
-        _copy_on_write(state, worker, slot, draft)
-    table.computed[rows] += 1
-    table.pending[rows] += 1
+    if len(shared):
+        _copy_on_write(state, worker, shared.tolist(), draft)
+    table.computed[rows] += _ONE
+    table.pending[rows] += _ONE
     draft.rows = rows
     draft.budget -= len(rows)
 
@@ -97,7 +99,7 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Slots, Slots]:
         computed = table.computed[slots]
         # A row whose last token is already on its way (pending up to its limit) sits this plan out, and so does a
         # beam whose step is out: all beams of a request step together.
-        ready = (length - computed == 1) & (length < table.limit[slots])
+        ready = (length - computed == _ONE) & (length < table.limit[slots])
         if table.num_beams or table.num_chunked or table.num_gates or table.num_awaiting:
             ready = _hold_back(worker, slots, ready)
         rows = slots[ready]
@@ -105,9 +107,11 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Slots, Slots]:
         grows = computed[ready] >= table.num_blocks[rows] * table.block_size
         growing, writers = rows[grows], rows[~grows]
         targets = table.last_block[writers]
-        several = pool.refs[targets] > 1
-        shared = writers[several]
-        need = len(growing) + (_copies_needed(worker, targets[several]) if len(shared) else 0)
+        several = pool.refs[targets] > _ONE
+        shared, need = _NO_SLOTS, len(growing)
+        if np.count_nonzero(several):
+            shared = writers[several]
+            need += _copies_needed(worker, targets[several])
         if need <= pool.num_free:
             return rows, growing, shared
         victim = table.sequence(int(table.ordered(slots)[-1])).request
@@ -138,22 +142,21 @@ def preempt_for(state: State, worker: WorkerState, victim: Request, why: str) ->
 
 def _copies_needed(worker: WorkerState, targets: Int32Array) -> int:
     """Copies that make every write to ``targets`` (with repetitions) private: all but the last owner's."""
-    blocks, writers = np.unique(targets, return_counts=True)
-    return int(np.minimum(writers, worker.pool.refs[blocks] - 1).sum())
+    writers = Counter(targets.tolist())
+    return sum(min(count, worker.pool.refs.item(block) - 1) for block, count in writers.items())
 
 
-def _copy_on_write(state: State, worker: WorkerState, slot: int, draft: Draft) -> None:
-    """Before ``slot`` writes to its next position: copy that block, unless all others have left it (paper §4.4)."""
+def _copy_on_write(state: State, worker: WorkerState, slots: list[int], draft: Draft) -> None:
+    """Before each of ``slots`` writes to its next position: copy that block, unless all others have left it (paper
+    §4.4)."""
     table, pool = worker.table, worker.pool
-    source = table.last_block.item(slot)
-    if pool.refs[source] == 1:
-        return
-    target = pool.allocate(1).item(0)
-    pool.release([np.array([source], np.int32)])
-    position = table.replace_last(slot, target)
-    draft.copies.append((source, target))
-    draft.new_blocks.append(np.array([[slot, position, target]], np.int32))
-    state.counters.copied_blocks += 1
+    copying = [(slot, source) for slot in slots if pool.leave_shared(source := table.last_block.item(slot))]
+    rows = []
+    for (slot, source), target in zip(copying, pool.allocate(len(copying)).tolist(), strict=True):
+        rows.append((slot, table.replace_last(slot, target), target))
+        draft.copies.append((source, target))
+    draft.new_blocks.append(_table(rows, 3))
+    state.counters.copied_blocks += len(copying)
 
 
 def _prefilling(worker: WorkerState) -> list[int]:
@@ -161,7 +164,12 @@ def _prefilling(worker: WorkerState) -> list[int]:
     table = worker.table
     slots = table.slots()
     left = table.length[slots] + table.pending[slots] - table.computed[slots]
-    ordered: list[int] = table.ordered(slots[(left > 1) | table.chunked[slots]]).tolist()
+    behind = left > _ONE
+    if table.num_chunked:
+        behind |= table.chunked[slots]
+    elif not np.count_nonzero(behind):
+        return []
+    ordered: list[int] = table.ordered(slots[behind]).tolist()
     return ordered
 
 
@@ -210,10 +218,11 @@ def _sample_after_prompt(worker: WorkerState, slot: int, draft: Draft) -> int:
     request = sequence.request
     slots = [slot]
     if not request.forked and request.beams is None:
-        for sibling in request.unfinished:
-            if sibling is not sequence:
+        siblings = [sibling for sibling in request.unfinished if sibling is not sequence]
+        if siblings:
+            worker.pool.share(table.blocks_of(slot), len(siblings))
+            for sibling in siblings:
                 table.fork(slot, sibling.slot)
-                worker.pool.share(table.blocks_of(slot))
                 worker.notes.forks.append((slot, sibling.slot, sibling.index))
                 slots.append(sibling.slot)
         table.expect_chunk(slot, False)
@@ -237,49 +246,68 @@ def _run_newcomers(state: State, worker: WorkerState, joined: list[SequenceJoin]
 
 
 def _start_newcomers(state: State, worker: WorkerState, draft: Draft, now: float, share: int | None = None) -> None:
-    """Start waiting requests; with ``share`` only while they can compute all they have within so many tokens."""
-    left_over = 0 if share is None else max(draft.budget - share, 0)
-    for request, taken in _newcomers(state, worker, draft):
-        if share is not None and _work(worker, request, taken) > draft.budget - left_over:
-            return
-        arrival = admission.start(state, worker, request, taken, now)
-        draft.joined.extend(arrival.joined)
-        draft.swap_in.extend(arrival.swap_in)
-        _run_newcomers(state, worker, arrival.joined, draft)
-
-
-def _work(worker: WorkerState, request: Request, taken: admission.Demand) -> int:
-    """Tokens that ``request`` computes before it samples, at most."""
-    return sum(len(s.tokens) for s in admission.starters(request)) - len(taken.cached) * worker.block_size
-
-
-def _newcomers(state: State, worker: WorkerState, draft: Draft) -> Iterator[tuple[Request, admission.Demand]]:
-    """Waiting requests to start on this worker now, in order. The caller starts each before it takes the next.
+    """Start waiting requests on this worker, in order; with ``share`` only while they can compute all they have within
+    so many tokens.
 
     Strictly in order: one that does not fit yet holds up those behind it, or a long request would starve. While
     requests are preempted, nothing of equal or lower priority that came later starts before them.
     """
     if not len(state.queue):
         return
+    left_over = 0 if share is None else max(draft.budget - share, 0)
     claims = placement.Claims(state)
+    fresh = Fresh(state, worker, now)
     for request in list(state.queue):
         if not draft.budget:
-            return
-        if request.in_flight:
+            break
+        if not request.is_fresh and request.in_flight:
             request.waits_for = "results of plans that were in flight when it was preempted"
-            return
+            break
+        claims.promise(worker, fresh.num_blocks)
         place = claims.place(request)
+        key = fresh.key(request, place)
+        if len(fresh) and (key is None or fresh.computes(key)):
+            _start_fresh(worker, draft, fresh)
+            claims.promise(worker, 0)
+            place = claims.place(request)
+            key = fresh.key(request, place)
         if isinstance(place, str):
             request.waits_for = place
             if request.swapped_to and request.swapped_to != worker.identity:
                 claims.hold(request.swapped_to)  # it waits for the worker that holds it, not for this one
                 continue
-            return
-        if place.worker is worker:
-            yield request, place.taken
-        else:
+            break
+        if place.worker is not worker:
             claims.claim(place.worker, request, place.taken)
             request.waits_for = f"the next plan of worker {place.worker.identity}"
+            continue
+        if share is not None and _work(worker, request, place.taken) > draft.budget - left_over:
+            break
+        if key is not None:
+            draft.budget -= fresh.gather(request, place.taken, key, draft.budget)
+        else:
+            arrival = admission.start(state, worker, request, place.taken, now)
+            draft.joined.extend(arrival.joined)
+            draft.swap_in.extend(arrival.swap_in)
+            _run_newcomers(state, worker, arrival.joined, draft)
+    if len(fresh):
+        _start_fresh(worker, draft, fresh)
+
+
+def _start_fresh(worker: WorkerState, draft: Draft, fresh: Fresh) -> None:
+    """Start those that were gathered; their chunks have been taken from the budget already."""
+    for starting in fresh.start():
+        join = starting.join
+        assert join is not None
+        draft.joined.append(join)
+        complete = starting.start + starting.count == join.prompt_length
+        samples = _sample_after_prompt(worker, join.slot, draft) if complete else 0
+        draft.chunks.append((join.slot, starting.start, starting.count, samples))
+
+
+def _work(worker: WorkerState, request: Request, taken: admission.Demand) -> int:
+    """Tokens that ``request`` computes before it samples, at most."""
+    return sum(len(s.tokens) for s in admission.starters(request)) - len(taken.cached) * worker.block_size
 
 
 def _make_way(state: State, worker: WorkerState) -> None:
@@ -288,7 +316,7 @@ def _make_way(state: State, worker: WorkerState) -> None:
     Equal priority never preempts for a newcomer.
     """
     request = next(iter(state.queue), None)
-    if request is None or request.in_flight or worker.lowest_priority <= request.priority:
+    if request is None or worker.lowest_priority <= request.priority or request.in_flight:
         return
     if request.swapped_to not in ("", worker.identity) or not placement.can_ever_hold(state, worker, request):
         return
@@ -324,8 +352,13 @@ def _would_fit(
     return fits and seated + request.seats_needed <= state.config.seats
 
 
+_NO_ROWS = {columns: np.zeros((0, columns), np.int32) for columns in (2, 3, 4)}
+
+
 def _table(rows: list[Any], columns: int) -> Int32Array:
     """[K, columns] of K tuples; flat first, because numpy takes nested ones apart slowly."""
+    if not rows:
+        return _NO_ROWS[columns]
     return np.fromiter(chain.from_iterable(rows), np.int32, len(rows) * columns).reshape(-1, columns)
 
 
@@ -340,7 +373,7 @@ def _dispatch(worker: WorkerState, draft: Draft, now: float) -> IterationPlan:
         released=np.array(notes.released, np.int32),
         joined=tuple(draft.joined),
         forks=_table(notes.forks, 3),
-        new_blocks=np.concatenate(draft.new_blocks) if draft.new_blocks else np.zeros((0, 3), np.int32),
+        new_blocks=np.concatenate(draft.new_blocks) if draft.new_blocks else _NO_ROWS[3],
         chosen=_table(list(notes.chosen.items()), 2),
         swap_out=_table(notes.swap_out, 2),
         swap_in=_table(draft.swap_in, 2),
@@ -353,6 +386,6 @@ def _dispatch(worker: WorkerState, draft: Draft, now: float) -> IterationPlan:
     if not worker.flights:
         worker.progress_at = now
     slots = np.concatenate([draft.rows, np.array(draft.entries, np.intp)]) if draft.entries else draft.rows
-    num_tokens = len(rows) + sum(count for _, _, count, _ in draft.chunks)
+    num_tokens = len(rows) + sum([count for _, _, count, _ in draft.chunks])
     worker.flights.append(Flight(plan.iteration, slots, num_tokens, now, draft.reports))
     return plan

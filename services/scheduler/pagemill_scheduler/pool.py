@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from pagemill_scheduler.lru_queue import LruQueue
-from pagemill_scheduler.prefix_names import PrefixNames
+from pagemill_scheduler.prefix_names import Blocks, PrefixNames
 from pagemill_shared.schema import Int32Array
+
+_ONE = np.ones((), np.int32)
 
 _SPARE_SHARE = 64
 """An eviction may take up to one in so many blocks of the pool more than it must, because one by one they cost more."""
@@ -51,18 +53,35 @@ class BlockPool:
         Raises:
             RuntimeError: fewer are free; the caller must have made room before.
         """
-        if self._unused < count:
-            self._evict(count - self._unused)
+        self.make_room(count)
         self._unused -= count
         blocks = self._stack[self._unused : self._unused + count][::-1].copy()
         self.refs[blocks] = 1
         return blocks
 
-    def share(self, blocks: Int32Array) -> None:
-        """Add one reference to each of ``blocks``, which are distinct and used or evictable."""
+    def make_room(self, count: int) -> None:
+        """Evict now what ``allocate`` of ``count`` blocks would evict.
+
+        Raises:
+            RuntimeError: as there.
+        """
+        if self._unused < count:
+            self._evict(count - self._unused)
+
+    def share(self, blocks: Int32Array, owners: int = 1) -> None:
+        """Add a reference for each of ``owners`` to each of ``blocks``, which are distinct and used or evictable."""
         refs = self.refs[blocks]
-        self._evictable.remove(blocks[refs == 0])
-        self.refs[blocks] = refs + 1
+        if np.count_nonzero(refs) < len(blocks):
+            self._evictable.remove(blocks[refs == 0])
+        self.refs[blocks] = refs + owners
+
+    def leave_shared(self, block: int) -> bool:
+        """Give back a reference to ``block``, if it has others; whether it had."""
+        refs = self.refs.item(block)
+        if refs == 1:
+            return False
+        self.refs[block] = refs - 1
+        return True
 
     def release(self, tables: list[Int32Array]) -> None:
         """Give back one reference to each block of each of ``tables``: block tables, in order, distinct within one.
@@ -71,24 +90,31 @@ class BlockPool:
             RuntimeError: a block is free already.
         """
         # The end of a sequence is evicted before its beginning, which more requests may share.
-        blocks = np.concatenate([table[::-1] for table in tables]) if len(tables) > 1 else tables[0][::-1]
+        blocks = np.concatenate([table[::-1] for table in tables]).astype(np.intp)
         refs = self.refs[blocks]
-        if len(tables) == 1 or (refs == 1).all():
-            left = refs - 1
-            self.refs[blocks] = left
-            freed = blocks[left == 0]
+        if np.count_nonzero(refs == _ONE) == len(blocks):
+            self.refs[blocks] = 0
+            freed = blocks
         else:
-            np.subtract.at(self.refs, blocks, 1)
-            left = self.refs[blocks]
-            # What several of the tables share is given back by the last of them.
-            freed = blocks[left == 0]
-            last = len(freed) - 1 - np.unique(freed[::-1], return_index=True)[1]
-            freed = freed[np.sort(last)]
-        if left.size and left.min() < 0:
-            raise RuntimeError(f"blocks {blocks[left < 0].tolist()} released, but nobody refers to them")
+            freed = self._release_shared(blocks)
         keep = self.names.named[freed]
         self._evictable.add(freed[keep])
         self._push(freed[~keep])
+
+    def _release_shared(self, blocks: Blocks) -> Blocks:
+        """Those of ``blocks``, with repetitions, to which nobody refers after one reference less to each."""
+        before = self.refs[blocks]
+        np.subtract.at(self.refs, blocks, 1)
+        left = self.refs[blocks]
+        if left.size and left.min() < 0:
+            raise RuntimeError(f"blocks {blocks[left < 0].tolist()} released, but nobody refers to them")
+        free = left == 0
+        freed: Blocks = blocks[free]
+        if np.count_nonzero(before[free] == _ONE) == len(freed):
+            return freed
+        # What several of the tables share is given back by the last of them.
+        last = len(freed) - 1 - np.unique(freed[::-1], return_index=True)[1]
+        return freed[np.sort(last)]
 
     def withdraw(self, blocks: Int32Array) -> None:
         """Take their names away: what they hold is not what the names say."""
@@ -107,7 +133,7 @@ class BlockPool:
         blocks: list[int] = self._evictable.blocks().tolist()
         return blocks
 
-    def _push(self, blocks: Int32Array) -> None:
+    def _push(self, blocks: Int32Array | Blocks) -> None:
         self._stack[self._unused : self._unused + len(blocks)] = blocks
         self._unused += len(blocks)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +17,23 @@ _NOTHING = -1
 
 Nodes = npt.NDArray[np.int64]
 Blocks = npt.NDArray[np.intp]
+
+
+@dataclass(slots=True)
+class Run:
+    """Full blocks of one sequence that follow each other.
+
+    Attributes:
+        parent: the node before the first of them.
+        key: of the first of them (``PrefixNames.key``).
+        tokens: [K * block_size].
+        blocks: [K], K >= 1.
+    """
+
+    parent: int
+    key: int
+    tokens: Int32Array
+    blocks: Int32Array
 
 
 class PrefixNames:
@@ -41,7 +60,7 @@ class PrefixNames:
         self._tokens = np.empty((num_blocks + 1, block_size), np.int32)
         self._node = np.full(num_blocks + 1, _NOTHING, np.int64)
         self._parent = np.full(num_blocks + 1, _NOTHING, np.int64)
-        self._child = np.zeros(num_blocks + 1, np.int32)
+        self._child = np.zeros(num_blocks + 1, np.intp)
         self._key = np.zeros(num_blocks + 1, np.int64)  # the hash of its name, 0 if it is not found by that
         self._block_of: dict[int, int] = {}  # by that hash
         self._serial = 0
@@ -78,6 +97,30 @@ class PrefixNames:
             parent = self._node.item(blocks[-1])
         return blocks, parent
 
+    def key(self, parent: int, tokens: Int32Array) -> int:
+        """The hash, never 0, of the name of a block with ``tokens`` after ``parent``."""
+        return hash((parent, tokens.tobytes())) or 1
+
+    def name_runs(self, runs: list[Run]) -> list[int]:
+        """Name blocks that are in use, without names; the node of the last one of each run.
+
+        No other block has the name of the first block of a run, in this list either. So nothing follows it yet, and all
+        that come after it are new, too.
+        """
+        index = np.concatenate([run.blocks for run in runs]).astype(np.intp)
+        nodes = self._new_nodes(index)
+        self._set(index, nodes, np.concatenate([run.tokens for run in runs]).reshape(-1, self._block_size))
+        # From the last block of a run to the first of the next, too, which _attach then puts right.
+        self._parent[index[1:]] = nodes[:-1]
+        self._child[index[:-1]] = index[1:]
+        last: list[int] = []
+        start = 0
+        for run in runs:
+            self._attach(run.parent, index.item(start), run.key)
+            start += len(run.blocks)
+            last.append(nodes.item(start - 1))
+        return last
+
     def name_run(self, parent: int, tokens: Int32Array, blocks: Int32Array) -> int:
         """Name blocks of one sequence that follow each other, unless others have their names; the last one's node.
 
@@ -100,7 +143,7 @@ class PrefixNames:
         if len(index) > 1:
             self._parent[index[1:]] = nodes[:-1]
             self._child[index[:-1]] = index[1:]
-        self._attach(parent, index.item(0), rows[known])
+        self._attach(parent, index.item(0), self.key(parent, rows[known]))
         return nodes.item(-1)
 
     def name_each(self, parents: Nodes, tokens: Int32Array, blocks: Int32Array) -> Nodes:
@@ -115,7 +158,14 @@ class PrefixNames:
         nodes = self._new_nodes(index)
         before = parents % self._stride
         # In the usual case the block before has a name and no child yet. Of siblings behind the same block one wins.
-        usual = ((self._node[before] == parents) & (self._parent[self._child[before]] != parents)).nonzero()[0]
+        can_be_child = (self._node[before] == parents) & (self._parent[self._child[before]] != parents)
+        if np.count_nonzero(can_be_child) == len(blocks):
+            self._child[before] = index
+            if np.count_nonzero(self._child[before] == index) == len(blocks):
+                self._set(index, nodes, tokens)
+                self._parent[index] = parents
+                return nodes
+        usual = can_be_child.nonzero()[0]
         self._child[before[usual]] = blocks[usual]
         usual = usual[self._child[before[usual]] == blocks[usual]]
         self._set(index[usual], nodes[usual], tokens[usual])
@@ -156,7 +206,7 @@ class PrefixNames:
             child = self._child.item(before)
             if self._parent.item(child) == parent and (self._tokens[child] == tokens).all():
                 return child
-        block = self._block_of.get(_key(parent, tokens), 0)
+        block = self._block_of.get(self.key(parent, tokens), 0)
         if block and self._parent.item(block) == parent and (self._tokens[block] == tokens).all():
             return block
         return 0
@@ -173,17 +223,12 @@ class PrefixNames:
             block = child
         return chain
 
-    def _attach(self, parent: int, block: int, tokens: Int32Array) -> None:
+    def _attach(self, parent: int, block: int, key: int) -> None:
         """Let ``block`` be found from ``parent``."""
         self._parent[block] = parent
         before = parent % self._stride
         if before and self._node.item(before) == parent and self._parent.item(self._child.item(before)) != parent:
             self._child[before] = block
             return
-        key = _key(parent, tokens)
         self._key[block] = key
         self._block_of[key] = block
-
-
-def _key(parent: int, tokens: Int32Array) -> int:
-    return hash((parent, tokens.tobytes())) or 1

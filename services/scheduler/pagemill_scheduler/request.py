@@ -28,10 +28,10 @@ class Status(StrEnum):
     """Finished, failed or aborted: owns nothing."""
 
 
-TRANSITIONS: dict[Status, frozenset[Status]] = {
-    Status.WAITING: frozenset({Status.RUNNING, Status.ENDED}),
-    Status.RUNNING: frozenset({Status.WAITING, Status.ENDED}),
-    Status.ENDED: frozenset(),
+TRANSITIONS: dict[Status, tuple[Status, ...]] = {
+    Status.WAITING: (Status.RUNNING, Status.ENDED),
+    Status.RUNNING: (Status.WAITING, Status.ENDED),
+    Status.ENDED: (),
 }
 
 
@@ -115,6 +115,7 @@ class Request:
         failure: the error that it ended with.
         limit: most tokens that a sequence of it may have, prompt included.
         width, end_ids: as in its sampling parameters; eos_ids: those of its end_ids that are the model's.
+        plain: it samples, freely, and asks nothing about its prompt.
         highest_token: largest token id of the prompt, -1 without one.
     """
 
@@ -146,17 +147,19 @@ class Request:
     failure: RequestFailure | None = None
     limit: int = field(init=False)
     width: int = field(init=False)
-    end_ids: Int32Array = field(init=False)
+    end_ids: tuple[int, ...] = field(init=False)
     eos_ids: frozenset[int] = field(init=False)
+    plain: bool = field(init=False)
     highest_token: int = field(init=False)
 
     def __post_init__(self) -> None:
         sampling = self.sampling
         self.limit = len(self.prompt) + sampling.max_tokens
         self.width = sampling.width
-        self.end_ids = sampling.end_token_ids
         self.eos_ids = frozenset(() if sampling.ignore_eos else sampling.eos_token_ids.tolist())
-        self.highest_token = int(self.prompt.max(initial=-1))
+        self.end_ids = tuple(self.eos_ids.union(sampling.stop_token_ids.tolist()))
+        self.plain = not (sampling.beam_width or sampling.grammar or sampling.reports_prompt)
+        self.highest_token = int(np.maximum.reduce(self.prompt, initial=-1))
 
     @property
     def reported(self) -> int:
@@ -172,6 +175,13 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Sorts requests: first come first served within equal keys. Never changes."""
         return self.key, self.arrival
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it is new and nothing about it is out of the ordinary: then it can start together with others."""
+        if self.started_at is not None or not self.plain:
+            return False
+        return self.width == 1 or len(self.unfinished) == self.width
 
     @property
     def unfinished(self) -> list[Sequence]:

@@ -29,8 +29,11 @@ def apply_result(state: State, worker: WorkerState, result: IterationResult) -> 
     slots, tokens = flight.slots, result.token_ids
     if len(tokens) != len(slots):
         raise ProtocolError(f"iteration {flight.iteration} has {len(slots)} tokens to sample, got {len(tokens)}")
-    if tokens.size and tokens.max() >= worker.hello.vocab_size:
-        raise ProtocolError(f"token {tokens.max()} is outside the vocabulary of {worker.hello.vocab_size}")
+    vocab_size = worker.hello.vocab_size
+    # Without its sign, the -1 of a faulty row is a large number.
+    complete = np.count_nonzero(tokens.view(np.uint32) < vocab_size) == len(tokens)
+    if not complete and tokens.max() >= vocab_size:
+        raise ProtocolError(f"token {tokens.max()} is outside the vocabulary of {vocab_size}")
     entries, candidates = _entries(result.logprobs), _entries(result.candidates)
     _check_entries(worker, flight, tokens, entries, candidates)
     _check_reports(flight, result)
@@ -38,10 +41,14 @@ def apply_result(state: State, worker: WorkerState, result: IterationResult) -> 
     if flight.reports:
         _take_reports(state, worker, flight, result)
     sampled = tokens >= 0
-    if flight.orphans or not sampled.all():
+    if flight.orphans or not complete:
         _take_exceptions(state, worker, flight, result, sampled, entries)
-    good = flight.live & sampled
     worker.flights.popleft()
+    if complete and flight.all_live and not worker.table.num_beams:
+        if len(slots):
+            _record(state, worker, np.arange(len(slots)), slots, tokens, entries)
+        return
+    good = flight.live & sampled
     if worker.table.num_beams:
         beam = good & worker.table.beam[slots]
         beam_step.advance_all(state, worker, flight, np.flatnonzero(beam), candidates)
@@ -106,14 +113,14 @@ def _record(
     """
     table = worker.table
     length = table.append(slots, tokens)
-    hit = table.stopped(slots, tokens, length)
-    finishes = finish_codes(hit, length >= table.limit[slots])
+    hits = table.stopped(slots, tokens, length)
+    finishes = finish_codes(hits, length >= table.limit[slots])
+    for i in hits:
+        finishes[i] = _which_end(table.sequence(slots.item(i)).request, tokens.item(i))
     ended = finishes.nonzero()[0]
     state.counters.generation_tokens += len(slots)
-    for i in hit.nonzero()[0].tolist():
-        finishes[i] = _which_end(table.sequence(slots.item(i)).request, tokens.item(i))
     if state.config.prefix_caching:
-        naming.name_rows(worker, slots)
+        naming.name_rows(worker, slots, length)
 
     offsets = length - table.prompt_length[slots] - 1
     if not table.num_logprobs:

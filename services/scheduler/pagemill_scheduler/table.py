@@ -14,6 +14,7 @@ STOP_IDS_WIDTH = 8
 """Stop and end tokens checked in the vectorised pass; rows with more are checked one by one."""
 
 _NONE = -1
+_ONE = np.ones((), np.int32)
 
 Slots = npt.NDArray[np.intp]
 """[K] rows of the arrays. Indices of this type are the ones that numpy need not convert."""
@@ -23,8 +24,7 @@ class SlotTable:
     """Arrays of ``capacity`` rows.
 
     Attributes:
-        tokens: [capacity, max_blocks * block_size] prompt and output of each row; block_tokens: [capacity, max_blocks,
-            block_size] the same memory.
+        tokens: [capacity, max_blocks * block_size] prompt and output of each row.
         length: [capacity] known tokens.
         pending: [capacity] tokens that plans in flight will sample.
         computed: [capacity] leading tokens whose keys and values are computed once the plans in flight are done.
@@ -38,8 +38,8 @@ class SlotTable:
             what concerns none.
         handle, sequence_index, gateway: [capacity] where its tokens are delivered to.
         cached: [capacity] prompt tokens that the prefix cache spared.
-        named: [capacity] leading full blocks that have been offered to the prefix cache.
-        node: [capacity] int64, the node in the prefix cache that stands for them, at first the root.
+        name_at: [capacity] tokens with which its next block is full and can be offered to the prefix cache.
+        node: [capacity] int64, the node in the prefix cache that stands for the blocks before it, at first the root.
         beam: [capacity] bool, a beam: the scheduler chooses its tokens, and it runs only when none is pending.
         chunked: [capacity] bool, it goes on with a prefill chunk even if that is only one token: others fork from it
             when it samples, or its prompt reports.
@@ -55,8 +55,12 @@ class SlotTable:
         max_blocks = -(-max_length // block_size)
         # np.empty: the system backs these lazily, row by row, as far as sequences really grow.
         self.tokens = np.empty((capacity, max_blocks * block_size), np.int32)
-        self.block_tokens = self.tokens.reshape(capacity, max_blocks, block_size)
         self.blocks = np.empty((capacity, max_blocks), np.int32)
+        # The same memory: one index costs less than a pair.
+        self._flat_tokens = self.tokens.reshape(-1)
+        self._flat_blocks = self.blocks.reshape(-1)
+        self._block_tokens = self.tokens.reshape(-1, block_size)
+        self._first_token = np.arange(0, self.tokens.size, self.tokens.shape[1])
         self.length = np.zeros(capacity, np.int32)
         self.pending = np.zeros(capacity, np.int32)
         self.computed = np.zeros(capacity, np.int32)
@@ -64,7 +68,7 @@ class SlotTable:
         self.prompt_length = np.zeros(capacity, np.int32)
         self.min_length = np.zeros(capacity, np.int32)
         self.num_blocks = np.zeros(capacity, np.int32)
-        self.last_block = np.zeros(capacity, np.int32)
+        self.last_block = np.zeros(capacity, np.intp)
         self.stop_ids = np.full((STOP_IDS_WIDTH, capacity), _NONE, np.int32)
         self.many_stops = np.zeros(capacity, np.bool_)
         self.logprobs = np.zeros(capacity, np.bool_)
@@ -72,7 +76,7 @@ class SlotTable:
         self.sequence_index = np.zeros(capacity, np.int32)
         self.gateway = np.zeros(capacity, np.int32)
         self.cached = np.zeros(capacity, np.int32)
-        self.named = np.zeros(capacity, np.int32)
+        self.name_at = np.zeros(capacity, np.int32)
         self.beam = np.zeros(capacity, np.bool_)
         self.chunked = np.zeros(capacity, np.bool_)
         self.gate = np.full(capacity, _NONE, np.int32)
@@ -142,13 +146,13 @@ class SlotTable:
         self.blocks[slot, : len(blocks)] = blocks
         self.num_blocks[slot] = len(blocks)
         self.last_block[slot] = blocks[-1]
-        self.named[slot], self.node[slot] = named, node
+        self.name_at[slot], self.node[slot] = (named + 1) * self.block_size, node
         return slot
 
     def reserve(self, sequence: Sequence) -> int:
         """Give ``sequence`` a slot that stays idle, without tokens and blocks, until ``fork`` fills it."""
         slot = self._seat(sequence)
-        self.length[slot] = self.computed[slot] = self.num_blocks[slot] = self.named[slot] = 0
+        self.length[slot] = self.computed[slot] = self.num_blocks[slot] = 0
         return slot
 
     def _seat(self, sequence: Sequence) -> int:
@@ -161,8 +165,10 @@ class SlotTable:
         stops = request.end_ids
         count = min(len(stops), STOP_IDS_WIDTH)
         self._stop_ids_used = max(self._stop_ids_used, count)
-        self.stop_ids[:count, slot] = stops[:count]
-        self.stop_ids[count : self._stop_ids_used, slot] = _NONE
+        for place, token in enumerate(stops[:count]):
+            self.stop_ids[place, slot] = token
+        if self._stop_ids_used > count:
+            self.stop_ids[count : self._stop_ids_used, slot] = _NONE
         if len(stops) > count:
             self.many_stops[slot] = True
             self.num_many_stops += 1
@@ -187,13 +193,13 @@ class SlotTable:
 
     def fork(self, parent: int, child: int) -> None:
         """Make ``child``, which is idle, the twin of ``parent``: same tokens, same block table."""
-        length, blocks = self.length[parent], self.num_blocks[parent]
+        length, blocks = self.length.item(parent), self.num_blocks.item(parent)
         self.tokens[child, :length] = self.tokens[parent, :length]
         self.blocks[child, :blocks] = self.blocks[parent, :blocks]
         self.length[child], self.num_blocks[child] = length, blocks
-        self.last_block[child] = self.last_block[parent]
-        self.computed[child] = self.computed[parent]
-        self.named[child], self.node[child] = self.named[parent], self.node[parent]
+        self.last_block[child] = self.last_block.item(parent)
+        self.computed[child] = self.computed.item(parent)
+        self.name_at[child], self.node[child] = self.name_at.item(parent), self.node.item(parent)
 
     def grow(self, slots: Slots, blocks: Int32Array) -> Int32Array:
         """Append one of ``blocks`` to the block table of each of ``slots``; [K, 3] (slot, position, block)."""
@@ -213,33 +219,35 @@ class SlotTable:
     def is_idle(self, slot: int) -> bool:
         return not self.length.item(slot)
 
-    def leave(self, slot: int) -> Sequence:
-        """Take the sequence out of its slot, its tokens with it."""
-        sequence = self.sequence(slot)
-        if not self.is_idle(slot):
-            sequence.tokens = self.tokens_of(slot).copy()
-        sampling = sequence.request.sampling
-        if self.num_beams and self.beam[slot]:
-            self.beam[slot] = False
-            self.num_beams -= 1
-        if sampling.logprobs is not None:
-            self.logprobs[slot] = False
-            self.num_logprobs -= 1
-        if self.num_many_stops and self.many_stops[slot]:
-            self.many_stops[slot] = False
-            self.num_many_stops -= 1
-        if self.num_chunked:
-            self.expect_chunk(slot, False)
-        if self.num_gates:
-            self._open_gate(slot)
-        if self.num_awaiting:
-            self.go_on(slot)
-        sequence.slot = -1
-        self._sequences[slot] = None
-        self._free.append(slot)
-        self._used[slot] = False
+    def leave(self, slots: Slots) -> list[int]:
+        """Take the sequences out of ``slots``, their tokens with them. Those of the slots that were not idle."""
+        left: list[int] = []
+        for slot, length in zip(slots.tolist(), self.length[slots].tolist(), strict=True):
+            sequence = self.sequence(slot)
+            if length:
+                sequence.tokens = self.tokens[slot, :length].copy()
+                left.append(slot)
+            if self.num_beams and self.beam[slot]:
+                self.beam[slot] = False
+                self.num_beams -= 1
+            if self.num_logprobs and self.logprobs[slot]:
+                self.logprobs[slot] = False
+                self.num_logprobs -= 1
+            if self.num_many_stops and self.many_stops[slot]:
+                self.many_stops[slot] = False
+                self.num_many_stops -= 1
+            if self.num_chunked:
+                self.expect_chunk(slot, False)
+            if self.num_gates:
+                self._open_gate(slot)
+            if self.num_awaiting:
+                self.go_on(slot)
+            sequence.slot = -1
+            self._sequences[slot] = None
+            self._free.append(slot)
+        self._used[slots] = False
         self._slots = None
-        return sequence
+        return left
 
     def expect_chunk(self, slot: int, expected: bool) -> None:
         """Whether ``slot`` goes on with a chunk even if that is only one token."""
@@ -279,20 +287,28 @@ class SlotTable:
     def append(self, slots: Slots, tokens: Int32Array) -> Int32Array:
         """Record one sampled token for each of ``slots``, which are distinct; their new lengths."""
         length = self.length[slots]
-        self.tokens[slots, length] = tokens
-        length += 1
+        self._flat_tokens[self._first_token[slots] + length] = tokens
+        length += _ONE
         self.length[slots] = length
-        self.pending[slots] -= 1
+        self.pending[slots] = self.pending[slots] - _ONE
         return length
 
-    def stopped(self, slots: Slots, tokens: Int32Array, length: Int32Array) -> npt.NDArray[np.bool_]:
-        """[K] whether the token just appended to each slot, which now has ``length``, is an end or stop token."""
-        hit = np.zeros(len(slots), np.bool_)
+    def filled(self, slots: Slots, ends: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """[K, block_size] the tokens of the block of each of ``slots`` that ends before position ``ends``; [K] the
+        blocks."""
+        places = (self._first_token[slots] + ends) // self.block_size - 1
+        return self._block_tokens[places], self._flat_blocks[places]
+
+    def stopped(self, slots: Slots, tokens: Int32Array, length: Int32Array) -> list[int]:
+        """For which of ``slots``, by place, the token just appended, which made it ``length`` long, is an end or stop
+        token."""
+        hits: list[int] = []
         for stop_ids in self.stop_ids[: self._stop_ids_used]:
-            hit |= stop_ids[slots] == tokens
+            hit = stop_ids[slots] == tokens
+            if np.count_nonzero(hit):
+                hits += hit.nonzero()[0].tolist()
         if self.num_many_stops:
             for i in self.many_stops[slots].nonzero()[0].tolist():
-                hit[i] = tokens[i] in self.sequence(int(slots[i])).request.end_ids
-        if hit.any():
-            hit &= length >= self.min_length[slots]
-        return hit
+                if tokens[i] in self.sequence(slots.item(i)).request.end_ids:
+                    hits.append(i)
+        return [i for i in dict.fromkeys(hits) if length.item(i) >= self.min_length.item(slots.item(i))]

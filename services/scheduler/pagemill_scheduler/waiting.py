@@ -24,7 +24,10 @@ class WaitingQueue:
         return self._find(request) is not None
 
     def add(self, request: Request) -> None:
-        insort(self._requests, request, key=lambda r: r.rank)
+        if not self._requests or self._requests[-1].rank < request.rank:
+            self._requests.append(request)
+        else:
+            insort(self._requests, request, key=lambda r: r.rank)
 
     def remove(self, request: Request) -> None:
         """
@@ -35,6 +38,15 @@ class WaitingQueue:
         if index is None:
             raise RuntimeError(f"request {request.request_id} is not in the waiting queue")
         del self._requests[index]
+
+    def remove_first(self, requests: list[Request]) -> None:
+        """Remove ``requests``, which stand in the queue in this order and, mostly, at its head."""
+        count = len(requests)
+        if self._requests[:count] == requests:
+            del self._requests[:count]
+        else:
+            for request in requests:
+                self.remove(request)
 
     def _find(self, request: Request) -> int | None:
         index = bisect_left(self._requests, request.rank, key=lambda r: r.rank)

@@ -51,6 +51,7 @@ class Flight:
     dispatched_at: float
     reports: list[AwaitedReport] = field(default_factory=list)
     live: npt.NDArray[np.bool_] = field(init=False)
+    all_live: bool = True
     orphans: dict[int, Sequence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,7 +61,9 @@ class Flight:
         """The sequences in the slots that are True in ``gone`` leave them. As one of ``orphans``, which are listed by
         slot, a sequence still takes the tokens that are on its way."""
         indices = (gone[self.slots] & self.live).nonzero()[0]
-        self.live[indices] = False
+        if len(indices):
+            self.all_live = False
+            self.live[indices] = False
         if orphans:
             for index in indices.tolist():
                 orphan = orphans[int(self.slots[index])]
@@ -90,7 +93,7 @@ class Notes:
     def left(self, slot: int) -> None:
         """The slot has become empty. What the worker never heard of need not be taken back."""
         self.chosen.pop(slot, None)
-        if any(child == slot for _, child, _ in self.forks):
+        if self.forks and any(child == slot for _, child, _ in self.forks):
             self.forks = [fork for fork in self.forks if fork[1] != slot]
         else:
             self.released.append(slot)
@@ -104,6 +107,7 @@ class WorkerState:
         seats_taken: slots in use or reserved.
         progress_at: when it last began or advanced: a plan's deadline counts from there.
         leaving: it was told to stop; takes no new work.
+        max_length: longest sequence that it can ever hold, in tokens.
     """
 
     peer: Peer
@@ -125,20 +129,17 @@ class WorkerState:
 
     identity: str = field(init=False)
     block_size: int = field(init=False)
+    max_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.identity, self.block_size = self.hello.identity, self.hello.block_size
-
-    @property
-    def max_length(self) -> int:
-        """Longest sequence that it can ever hold, in tokens."""
-        return max_length(self.hello)
+        self.max_length = max_length(self.hello)
 
     @property
     def lowest_priority(self) -> int:
         """The highest number among the priorities of its running requests; lower than any without one."""
         slots = self.table.slots()
-        return int(self.table.priority[slots].max()) if len(slots) else -(2**31)
+        return int(np.maximum.reduce(self.table.priority[slots], initial=-(2**31)))
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -153,13 +154,10 @@ class WorkerState:
         table = self.table
         by_slot = {sequence.slot: sequence for sequence in sequences}
         slots = np.array(list(by_slot), np.intp)
-        awaited = table.pending[slots].any() or any(flight.reports for flight in self.flights)
+        awaited = np.count_nonzero(table.pending[slots]) or any(flight.reports for flight in self.flights)
         self.pool.release([table.blocks_of(slot) for slot in by_slot])
-        for slot in by_slot:
-            idle = table.is_idle(slot)
-            table.leave(slot)
-            if not idle:
-                self.notes.left(slot)
+        for slot in table.leave(slots):
+            self.notes.left(slot)
         if awaited:
             gone = np.zeros(table.capacity, np.bool_)
             gone[slots] = True
