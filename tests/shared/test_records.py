@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from pagemill_testing.wire import values
 
 from pagemill_shared.errors import ProtocolError
@@ -55,6 +55,7 @@ OUTER = Outer(
 )
 
 
+@settings(deadline=None)
 @given(values(MANY))
 def test_packed_then_unpacked_is_the_same(records: Sequence[Outer]) -> None:
     unpacked = MANY.unpack(MANY.pack(records))
@@ -62,6 +63,7 @@ def test_packed_then_unpacked_is_the_same(records: Sequence[Outer]) -> None:
     assert tuple(unpacked) == tuple(records)
 
 
+@settings(deadline=None)
 @given(values(ONE))
 def test_one_record_is_the_same_too_and_goes_on_as_it_came(record: Outer) -> None:
     parts = list(ONE.pack(record))
