@@ -1,0 +1,116 @@
+"""What grammars add to a sampling step: masks, applying them, and taking in the sampled tokens.
+
+No model runs: the logits are random, the grammar is a JSON schema, the tokenizer the bundled model's. Each figure is the
+fastest of several steps.
+
+    python benchmarks/grammar_masks.py [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from llguidance import LLMatcher
+
+from pagemill_shared.manifest import read_manifest
+from pagemill_shared.sampling import SamplingParams
+from pagemill_shared.settings import WorkerSettings
+from pagemill_worker.grammar_compiler import GrammarCompiler
+from pagemill_worker.grammar_rows import GrammarRows
+from pagemill_worker.prepare import prepare_model
+from pagemill_worker.sampler import sample
+from pagemill_worker.sampling_rows import SamplingRows
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 16},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+GRAMMAR = LLMatcher.grammar_from_json_schema(SCHEMA)
+STEPS = 40
+NOTHING = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Milliseconds per step: masks, the whole of choosing rows and sampling, and taking in the tokens."""
+
+    masks: float
+    sampling: float
+    advancing: float
+
+
+def measure(folder: Path, count: int, temperature: float, grammar: str) -> Figures:
+    """``count`` rows, each with ``grammar``, or without where that is empty."""
+    manifest = read_manifest(folder)
+    compiler = GrammarCompiler(folder, manifest.vocab_size, manifest.eos_token_ids)
+    grammars = GrammarRows(count, manifest.vocab_size, compiler, lambda _message: None)
+    rows = SamplingRows(count, manifest.vocab_size, torch.device("cpu"), grammars)
+    slots, ends = np.arange(count), np.array(manifest.eos_token_ids, np.int32)
+    for slot in range(count):
+        sampling = SamplingParams(temperature=temperature, seed=slot, eos_token_ids=ends, grammar=grammar)
+        rows.join(slot, sampling, np.array([1], np.int32), NOTHING)
+        if grammar:
+            grammars.join(slot, grammar, NOTHING, 1, 1)
+            compiler.start(grammar, NOTHING).result()
+    logits = torch.randn(count, manifest.vocab_size, generator=torch.Generator().manual_seed(0)) * 2
+    times = np.full((STEPS, 3), np.inf)
+    for step in range(STEPS):
+        own = logits.clone()
+        begun = time.perf_counter()
+        batch = rows.select(
+            slots,
+            outputs=np.full(count, step),
+            row_of=slots,
+            sequences=np.zeros(count, np.int64),
+            positions=np.full(count, step + 1),
+            output_of=lambda _slot: NOTHING,
+        )
+        selected = time.perf_counter()
+        tokens = sample(own, batch, rows).token_ids
+        sampled = time.perf_counter()
+        grammars.advance(slots, tokens)
+        times[step] = selected - begun, sampled - begun, time.perf_counter() - sampled
+    masks, sampling_ms, advancing = (times.min(0) * 1e3).tolist()
+    return Figures(masks, sampling_ms, advancing)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = prepare_model("bundled", WorkerSettings().cache_dir, lambda _step, _share: None)
+    results = []
+    for count in (1, 32, 256):
+        for temperature in (0.0, 1.0):
+            plain, ours = (measure(folder, count, temperature, grammar) for grammar in ("", GRAMMAR))
+            results.append(
+                {
+                    "rows": count,
+                    "temperature": temperature,
+                    "plain_ms": round(plain.sampling, 2),
+                    "grammar_ms": round(ours.sampling, 2),
+                    "of_which_masks_ms": round(ours.masks - plain.masks, 2),
+                    "advance_ms": round(ours.advancing, 2),
+                }
+            )
+            if not options.json:
+                print(results[-1], flush=True)
+    if options.json:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
