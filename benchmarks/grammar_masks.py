@@ -1,7 +1,7 @@
 """What grammars add to a sampling step: masks, applying them, and taking in the sampled tokens.
 
-No model runs: the logits are random, the grammar is a JSON schema, the tokenizer the bundled model's. Each figure is the
-fastest of several steps.
+No model runs: the logits are random, the grammar is a JSON schema whose text goes on and on, the tokenizer is the
+bundled model's. Each figure is the fastest of several steps.
 
     python benchmarks/grammar_masks.py [--json]
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import queue
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from llguidance import LLMatcher
 
 from pagemill_shared.manifest import read_manifest
+from pagemill_shared.messages import GrammarCompiled
 from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.settings import WorkerSettings
 from pagemill_worker.grammar_compiler import GrammarCompiler
@@ -30,14 +32,13 @@ from pagemill_worker.sampling_rows import SamplingRows
 SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 16},
-        "age": {"type": "integer"},
-        "tags": {"type": "array", "items": {"type": "string"}},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 16}, "minItems": 1000},
+        "text": {"type": "string"},
     },
-    "required": ["name", "age", "tags"],
+    "required": ["tags", "text"],
     "additionalProperties": False,
 }
-GRAMMAR = LLMatcher.grammar_from_json_schema(SCHEMA)
+GRAMMAR = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
 STEPS = 40
 NOTHING = np.zeros(0, np.int32)
 
@@ -55,7 +56,8 @@ def measure(folder: Path, count: int, temperature: float, grammar: str) -> Figur
     """``count`` rows, each with ``grammar``, or without where that is empty."""
     manifest = read_manifest(folder)
     compiler = GrammarCompiler(folder, manifest.vocab_size, manifest.eos_token_ids)
-    grammars = GrammarRows(count, manifest.vocab_size, compiler, lambda _message: None)
+    ready: queue.SimpleQueue[GrammarCompiled] = queue.SimpleQueue()
+    grammars = GrammarRows(count, manifest.vocab_size, compiler, ready.put)
     rows = SamplingRows(count, manifest.vocab_size, torch.device("cpu"), grammars)
     slots, ends = np.arange(count), np.array(manifest.eos_token_ids, np.int32)
     for slot in range(count):
@@ -63,7 +65,7 @@ def measure(folder: Path, count: int, temperature: float, grammar: str) -> Figur
         rows.join(slot, sampling, np.array([1], np.int32), NOTHING)
         if grammar:
             grammars.join(slot, grammar, NOTHING, 1, 1)
-            compiler.start(grammar, NOTHING).result()
+            ready.get()
     logits = torch.randn(count, manifest.vocab_size, generator=torch.Generator().manual_seed(0)) * 2
     times = np.full((STEPS, 3), np.inf)
     for step in range(STEPS):
