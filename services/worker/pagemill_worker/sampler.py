@@ -153,11 +153,23 @@ def _edit(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Tensor:
         lines, ids = upload([edits.ban_rows, edits.ban_ids], device)
         logits.index_put_((lines, ids), logits.new_full((), -torch.inf))
     if batch.constrained.size:
-        index, added, masks = upload([batch.constrained, _ADDED, batch.masks], device)
-        # Looked up by bytes and added: choosing by masks that look like noise takes ten times as long on a CPU.
-        each = added.index_select(0, masks.view(-1).int()).view(masks.shape[0], -1)
-        logits.index_add_(0, index, each[:, : logits.shape[1]])
+        _mask(logits, batch)
     return logits
+
+
+def _mask(logits: Tensor, batch: SampleBatch) -> None:
+    """Takes what grammars forbid out of their rows.
+
+    What is added is looked up, a byte of a mask at a time: choosing by masks, which look like noise, takes ten times as
+    long on a CPU.
+    """
+    index, added, masks = upload([batch.constrained, _ADDED, batch.masks], logits.device)
+    # On a CPU row by row: it computes no faster with more, and new memory costs more than the work that is done in it.
+    several = 1 if logits.device.type == HOST else max(1, DEVICE_SLAB_ELEMENTS // logits.shape[1])
+    for begin in range(0, masks.shape[0], several):
+        part = masks[begin : begin + several]
+        each = added.index_select(0, part.reshape(-1).int()).view(part.shape[0], -1)
+        logits.index_add_(0, index[begin : begin + several], each[:, : logits.shape[1]])
 
 
 def _penalise(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> None:
