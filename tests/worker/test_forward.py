@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from pagemill_testing.beam_driver import BeamDriver
 from pagemill_testing.no_waiting import NoWaiting
 from pagemill_testing.plan_driver import DrivenSequence, PlanDriver
 from pagemill_testing.shapes_alone import ShapesAlone
@@ -68,7 +69,7 @@ def check_rows(runner: Runner) -> None:
         assert device.tables[slot, :blocks].tolist() == host.tables[slot, :blocks].tolist()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3))  # among them: joins, forks, copies, swaps out and in, recomputed rows
 def test_tokens_are_those_of_arrays_from_the_host(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagemill_worker.forward.FIRST_LINES", 6)
     runs = [
@@ -82,6 +83,25 @@ def test_tokens_are_those_of_arrays_from_the_host(seed: int, folder: Path, monke
     expected = [sequence.outputs for sequence in runs[0]]
     assert [sequence.outputs for sequence in runs[1]] == expected
     assert [sequence.outputs for sequence in runs[2]] == expected
+
+
+def test_beams_go_on_with_the_tokens_that_are_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagemill_worker.forward.FIRST_LINES", 8)
+    outputs, scores = [], []
+    for resident in (False, True):
+        record = run_again if resident else None
+        runner = make_runner(folder, kernels=TorchKernels(), is_resident=resident, record=record)
+        driver = BeamDriver(runner)
+        sampling = SamplingParams(beam_width=3, n=3, max_tokens=9, eos_token_ids=np.array([2], np.int32))
+        search = driver.add_search([5, 9, 20, 33, 4, 50, 7], sampling)
+        while not search.done:
+            driver.step_beams()
+            check_rows(runner)
+        outputs.append(search.outputs)
+        scores.append(search.scores)
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0]) == 3
+    assert scores[0] == pytest.approx(scores[1], rel=1e-4)  # sums over padded rows may run in another order
 
 
 def test_decode_rows_alone_take_the_smallest_recording(folder: Path) -> None:
