@@ -142,6 +142,7 @@ def test_prompt_logprobs_in_vllms_shape(api: Stage) -> None:
         ({"bad_words": ["x"], "response_format": {"type": "json_object"}}, "bad_words"),
         ({"allowed_token_ids": [2], "min_tokens": 3, "stop_token_ids": [2]}, "allowed_token_ids"),
         ({"prompt_logprobs": 20, "prompt": [[5] * 2000] * 40}, "prompt_logprobs"),
+        ({"prompt": [[5] * 2000] * 6, "echo": True, "logprobs": 20, "stream": True}, "logprobs"),
         ({"bad_words": ["xyz " * 250] * 64}, "bad_words"),
     ],
 )

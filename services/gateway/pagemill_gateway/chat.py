@@ -36,7 +36,7 @@ async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> No
     if body.stream:
         await send_stream(exchange, generation, ChatEvents(engine.tokenizer, envelope, body, tools))
     elif await collect(exchange, generation):
-        size = generation.answer_size(body.num_logprobs)
+        size = generation.answer_size(body.num_logprobs, body.told_of_prompt)
         await exchange.send_json_text(
             await engine.sized(size, lambda: json_text(envelope | _whole(engine.tokenizer, generation, body, tools)))
         )
@@ -55,7 +55,7 @@ async def chat_generation(
     prompt = Prompt(body.truncated(await encode_conversation(engine, body), engine.room(body.output_limit)))
     await engine.connection.until_able()
     engine.check_ids(prompt.token_ids, "messages")
-    engine.check_prompt_logprobs([prompt], body.prompt_logprobs, "prompt_logprobs")
+    engine.check_prompt_logprobs([prompt], body.prompt_logprobs, "prompt_logprobs", streamed=False)
     limit_name = _limit_name(body)
     explicit = body.output_limit is not None
     limit = engine.max_tokens(len(prompt), body.output_limit, explicit, "messages", limit_name)

@@ -29,7 +29,9 @@ async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     explicit = "max_tokens" in body.model_fields_set
     prompts = await encode_prompts(engine, body, body.prompts, "prompt", body.max_tokens if explicit else None)
     await engine.connection.until_able()
-    engine.check_prompt_logprobs(prompts, body.told_of_prompt, "logprobs" if body.echo else "prompt_logprobs")
+    engine.check_prompt_logprobs(
+        prompts, body.told_of_prompt, "logprobs" if body.echo else "prompt_logprobs", body.stream
+    )
     limits = [engine.max_tokens(len(prompt), body.max_tokens, explicit, "prompt", "max_tokens") for prompt in prompts]
     generation = engine.generation(
         body, prompts, limits, body.logprobs, body.request_id or exchange.request_id, arrived, {}, grammar
@@ -43,7 +45,7 @@ async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     if body.stream:
         await send_stream(exchange, generation, CompletionEvents(engine.tokenizer, envelope, body, generation))
     elif await collect(exchange, generation):
-        size = generation.answer_size(body.num_logprobs)
+        size = generation.answer_size(body.num_logprobs, body.told_of_prompt)
         await exchange.send_json_text(
             await engine.sized(size, lambda: json_text(envelope | _whole(engine.tokenizer, generation, body)))
         )

@@ -20,7 +20,7 @@ from pagemill_gateway.metrics import GatewayMetrics
 from pagemill_gateway.output import Output
 from pagemill_gateway.parsing import parse_body
 from pagemill_gateway.prompt import Prompt
-from pagemill_gateway.prompt_fields import MAX_PROMPT_LOGPROBS
+from pagemill_gateway.prompt_fields import MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
 from pagemill_gateway.requests import GatewayRequest
 from pagemill_gateway.stops import StopStrings
 from pagemill_gateway.tokenizer import TextTokenizer
@@ -89,9 +89,10 @@ class Generation:
         """The choices that the client gets, in the order of their indices; only at the end."""
         return [choice for request in self.requests for choice in request.answers()]
 
-    def answer_size(self, num_logprobs: int | None) -> int:
-        """About how many characters the answer in one piece has."""
-        return self.completion_tokens * (4 if num_logprobs is None else 100 * (1 + num_logprobs))
+    def answer_size(self, num_logprobs: int | None, told_of_prompt: int | None = None) -> int:
+        """About how many characters the answer in one piece has, that which is told of the prompt among them."""
+        size = self.completion_tokens * (4 if num_logprobs is None else 100 * (1 + num_logprobs))
+        return size + (0 if told_of_prompt is None else self.prompt_tokens * 100 * (1 + told_of_prompt))
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -193,16 +194,19 @@ class Engine:
         """Most tokens of a prompt that leave room for ``limit`` tokens, or for one where that is None."""
         return max(1, self.max_model_len - (1 if limit is None else limit))
 
-    def check_prompt_logprobs(self, prompts: Sequence[Prompt], alternatives: int | None, param: str) -> None:
+    def check_prompt_logprobs(
+        self, prompts: Sequence[Prompt], alternatives: int | None, param: str, streamed: bool
+    ) -> None:
         """Raises ApiError when the log-probabilities of the prompts' tokens would be too many."""
         if alternatives is None:
             return
         total = sum(map(len, prompts)) * (1 + alternatives)
-        if total > MAX_PROMPT_LOGPROBS:
+        most = MAX_STREAMED_PROMPT_LOGPROBS if streamed else MAX_PROMPT_LOGPROBS
+        if total > most:
             raise ApiError(
                 400,
                 f"{param}: {total} log-probabilities of prompt tokens were asked for; at most "
-                f"{MAX_PROMPT_LOGPROBS} are told in one request",
+                f"{most} are told in one {'stream' if streamed else 'request'}",
                 param=param,
                 code="invalid_value",
             )

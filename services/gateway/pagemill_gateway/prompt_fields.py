@@ -10,6 +10,8 @@ from pagemill_shared.sampling import MAX_LOGPROBS, MAX_TOKENS
 
 MAX_PROMPT_LOGPROBS = 1_000_000
 """Most log-probabilities of prompt tokens in one HTTP request: each costs about a hundred bytes in the answer."""
+MAX_STREAMED_PROMPT_LOGPROBS = 200_000
+"""The same for a stream, whose events are written on the event loop."""
 
 
 class TruncationFields(BaseModel):
