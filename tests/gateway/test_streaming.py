@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -10,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pagemill_testing.gateway_server import FLEET, GatewayServer, Stage, sse_events, stage
@@ -19,7 +22,10 @@ from pagemill_testing.stub_scheduler import Script, StubScheduler
 from structlog.testing import capture_logs
 
 from pagemill_gateway import http_protocol
-from pagemill_gateway.output import MAX_UNREAD_TOKENS
+from pagemill_gateway.choice import Choice
+from pagemill_gateway.exchange import Exchange
+from pagemill_gateway.output import MAX_UNREAD_TOKENS, Output
+from pagemill_gateway.streaming import send_stream
 from pagemill_shared.messages import FinishReason, FleetStatus
 
 PATH = "/v1/completions"
@@ -149,6 +155,51 @@ def test_a_failure_after_some_text_is_told(api: Stage, stream: bool) -> None:
     assert error["message"] == "the last worker is gone"
     assert error["code"] == "no_worker"
     assert error["type"] == "service_unavailable_error"
+
+
+def test_an_answer_that_comes_when_the_wait_for_it_ends_is_not_lost() -> None:
+    """The status line waits for the first output no longer than a second; here all of it comes just then."""
+    choice = Mock(finish_reason="stop")
+
+    class Late(Output):
+        waits = 0
+
+        async def news(self) -> list[Choice]:
+            self.waits += 1
+            if self.waits == 1:
+                self.add(choice, 1)
+                raise TimeoutError
+            return await super().news()
+
+    class Writer:
+        def opening(self, _: Choice) -> str:
+            return ""
+
+        def news(self, _: Choice) -> str:
+            return "all of it, "
+
+        def closing(self, _: Any) -> str:
+            return "and its end"
+
+    class Ended(contextlib.nullcontext[None]):
+        output = Late([choice], streaming=True)
+
+    sent: list[bytes] = []
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def scenario() -> None:
+        exchange = Exchange({"type": "http", "headers": []}, receive, send)
+        generation: Any = Ended()
+        writer: Any = Writer()
+        await send_stream(exchange, generation, writer)
+
+    asyncio.run(scenario())
+    assert b"".join(sent) == b"all of it, and its end"
 
 
 def test_a_client_that_does_not_read_is_cut_and_others_are_unhurt(api: Stage) -> None:

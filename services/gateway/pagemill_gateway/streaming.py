@@ -104,7 +104,8 @@ async def send_stream(exchange: Exchange, generation: Generation, writer: EventW
         try:
             news = await asyncio.wait_for(output.news(), HEADER_WAIT_S)
         except TimeoutError:
-            news = []
+            # All of it may have come at this very moment; what is done has no more news to wait for.
+            news = await output.news() if output.done else []
         if output.client_gone:
             return
         if output.error is not None and not news:
