@@ -1,6 +1,6 @@
 """Whether answers to few-shot questions are transformers' greedy ones, and how far quantised weights change them.
 
-    python benchmarks/gsm8k_agreement.py FILE [--questions 50] [--quantizations none,int8] [--quick] [--json]
+    python benchmarks/gsm8k_agreement.py FILE [--questions 50] [--quantizations none,int8,gguf] [--quick] [--json]
 
 FILE is GSM8K's test set (JSON lines with `question` and `answer`, gzipped or not). The first rows are the examples of
 every prompt, those behind them the questions, all sent at once to `pagemill serve` with the bundled model.
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--shots", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--quantizations", default="none,int8", help="comma-separated; `none` comes first")
+    parser.add_argument("--quantizations", default="none,int8,gguf", help="comma-separated; `none` comes first")
     parser.add_argument("--quick", action="store_true", help="6 questions, 32 tokens each")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
