@@ -18,6 +18,7 @@ import httpx
 import pytest
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
+from pagemill_testing.program import INTERRUPTIBLE
 from pagemill_testing.stub_scheduler import Script
 
 from pagemill.batch import Asking, retry_after
@@ -161,7 +162,8 @@ def test_an_interrupted_run_can_be_taken_up(api: Stage, tmp_path: Path) -> None:
     file = write(tmp_path / "work.jsonl", completion("short", "x"), completion("long", "x" * 200))
     output = tmp_path / "out.jsonl"
     command = ["run-batch", str(file), "--output", str(output), "--url", api.gateway.url]
-    run = subprocess.Popen([sys.executable, "-P", "-m", "pagemill", *command], stderr=subprocess.PIPE, text=True)
+    program = [*INTERRUPTIBLE, sys.executable, "-P", "-m", "pagemill"]
+    run = subprocess.Popen([*program, *command], stderr=subprocess.PIPE, text=True)
     api.stub.wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") == 1 and api.stub.running == 1)
     run.send_signal(signal.SIGINT)
     _, err = run.communicate(timeout=60)

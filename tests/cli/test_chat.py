@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
+from pagemill_testing.program import INTERRUPTIBLE
 from pagemill_testing.sockets import wait_until
 
 from pagemill.chat import Conversation, Figures
@@ -38,7 +39,7 @@ def prompts(running: Stage) -> list[str]:
 
 
 def command(running: Stage, *words: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "pagemill", "chat", "--url", running.gateway.url, *words]
+    return [*INTERRUPTIBLE, sys.executable, "-P", "-m", "pagemill", "chat", "--url", running.gateway.url, *words]
 
 
 def run(running: Stage, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,10 @@ T = TypeVar("T")
 DEADLINE = 90.0
 """Seconds until a condition that must come true counts as failed; a loaded machine takes long to load a model."""
 
+INTERRUPTIBLE = ("env", "--default-signal=INT")
+"""Goes before a command that a test interrupts: where the tests run in the background of a shell, SIGINT is ignored,
+and what they start would ignore it, too."""
+
 
 def until(probe: Callable[[], T], what: str, seconds: float = DEADLINE) -> T:
     """Calls ``probe`` now and then until it gives something true."""
