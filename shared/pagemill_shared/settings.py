@@ -248,6 +248,9 @@ class SchedulingSettings(SettingsGroup):
         0.0, ge=0, description="seconds of waiting that outweigh one step of priority; 0 means that none does"
     )
     check_invariants: bool = Field(False, description="check every invariant of the memory manager after each event")
+    compiled_scheduler: bool = Field(
+        True, description="run the scheduler compiled where its compiled form was built, and not as plain Python"
+    )
 
 
 class ExecutionSettings(SettingsGroup):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pagemill_testing.plain import needs_plain_core
 from pagemill_testing.single import Single, greedy, ids, samples, single
 
 from pagemill_scheduler import prefix_names
@@ -36,6 +37,7 @@ def computed(core: Single) -> list[list[tuple[int, int]]]:
     return [[(start, count) for _, start, count, _ in plan.prefill_chunks.tolist()] for plan in core.plans]
 
 
+@needs_plain_core
 def test_different_prompts_start_together(runs: list[int]) -> None:
     core = make()
     for first, length in enumerate((9, 6, 3, 11)):
@@ -46,6 +48,7 @@ def test_different_prompts_start_together(runs: list[int]) -> None:
     core.simulation.assert_free()
 
 
+@needs_plain_core
 def test_one_that_begins_like_another_starts_after_it(runs: list[int]) -> None:
     core = make()
     for prompt in (ids(9), ids(6, 2), ids(11), ids(9)):
@@ -65,6 +68,7 @@ def test_a_prompt_whose_last_block_is_full_shares_it_too() -> None:
     core.simulation.assert_free()
 
 
+@needs_plain_core
 def test_without_a_prefix_cache_equal_prompts_start_together(runs: list[int]) -> None:
     core = make(prefix_caching=False)
     for _ in range(3):
@@ -93,6 +97,7 @@ def test_the_last_one_computes_what_is_left_of_the_budget() -> None:
     core.simulation.assert_free()
 
 
+@needs_plain_core
 def test_groups_start_with_the_others_and_fork_in_the_same_plan(runs: list[int]) -> None:
     core = make()
     group = core.submit(ids(9, 5), samples(3, 4))

@@ -19,7 +19,7 @@ from pagemill_testing.hash_model import expected_outputs, expected_pooled, expec
 from pagemill_testing.plain_count import plain_waste
 from pagemill_testing.simulation import Answer, FakeGateway, Simulation, WorkerPeer
 
-from pagemill_scheduler import planner, waste
+from pagemill_scheduler import compiled, planner, waste
 from pagemill_scheduler.request import Request
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
@@ -83,11 +83,14 @@ class Totals:
     """What all examples of a run have seen.
 
     Attributes:
-        preempted: preemptions by (kind of request, phase in which it was).
+        preemptions: all of them, by the log.
+        preempted: preemptions by (kind of request, phase in which it was), on plain Python: the compiled core cannot be
+            made to tell.
     """
 
     events: int = 0
     examples: int = 0
+    preemptions: int = 0
     preempted: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def saw(self, worker: WorkerState, victim: Request) -> None:
@@ -298,6 +301,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self.simulation.beat()
         self.totals.examples += 1
         self.totals.events += self.simulation.events
+        self.totals.preemptions += sum(log.event == "preempted" for log in self.simulation.logs)
         assert not self.simulation.snapshot()["requests"], "a request was starved"
         failed_rows = 0
         for gateway in self.gateways:
@@ -358,7 +362,8 @@ def run_machine(events: int, capsys: pytest.CaptureFixture[str], steps: int = 40
             )
     with capsys.disabled():
         found = ", ".join(f"{kind} {phase} {count}" for (kind, phase), count in sorted(totals.preempted.items()))
-        line = f"{totals.events} events in {totals.examples} examples from seed {number}; preempted: {found}"
+        line = f"{totals.events} events in {totals.examples} examples from seed {number}"
+        line += f"; {totals.preemptions} preempted: {found}"
         sys.stderr.write(f"\ntest_memory_machine: {line}\n")
     return totals
 
@@ -366,13 +371,17 @@ def run_machine(events: int, capsys: pytest.CaptureFixture[str], steps: int = 40
 @pytest.mark.timeout(600)
 def test_random_events_break_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     totals = run_machine(int(os.environ.get("PAGEMILL_TEST_EVENTS", "20000")), capsys)
-    assert {kind for kind, _ in totals.preempted} == {"single", "parallel", "beams"}
+    assert totals.preemptions
+    if not compiled.in_use():
+        assert {kind for kind, _ in totals.preempted} == {"single", "parallel", "beams"}
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3000)
 def test_random_events_break_nothing_in_a_long_run(capsys: pytest.CaptureFixture[str]) -> None:
     totals = run_machine(200_000, capsys, steps=60)
-    kinds, phases = ("single", "parallel", "beams"), ("prefill", "decode", "in flight")
-    assert set(totals.preempted) >= {(kind, phase) for kind in kinds for phase in phases}
-    assert any(phase == "gated" for _, phase in totals.preempted), "none was preempted while it was recomputed"
+    assert totals.preemptions
+    if not compiled.in_use():
+        kinds, phases = ("single", "parallel", "beams"), ("prefill", "decode", "in flight")
+        assert set(totals.preempted) >= {(kind, phase) for kind in kinds for phase in phases}
+        assert any(phase == "gated" for _, phase in totals.preempted), "none was preempted while it was recomputed"

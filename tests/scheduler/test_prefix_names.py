@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pagemill_testing.plain import needs_plain_core
 
 from pagemill_scheduler import prefix_names
 from pagemill_scheduler.prefix_names import NO_SALT, PrefixNames, Run
@@ -124,6 +125,7 @@ def test_runs_that_are_named_together_are_found_apart() -> None:
     assert not names.named.any()
 
 
+@needs_plain_core
 def test_equal_hashes_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixNames, "key", lambda self, parent, tokens: 7)
     names = PrefixNames(NUM_BLOCKS, SIZE)

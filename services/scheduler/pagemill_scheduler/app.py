@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import structlog
 import zmq
 
+from pagemill_scheduler import compiled
 from pagemill_scheduler.config import CoreConfig
 from pagemill_scheduler.core import SchedulerCore
 from pagemill_scheduler.shell import EventError, Shell, Side
@@ -55,6 +56,7 @@ def run(settings: SchedulerSettings) -> int:
             frontend=channels["frontend"].endpoint,
             backend=channels["backend"].endpoint,
             encrypted=keys is not None,
+            compiled=compiled.in_use(),
         )
         try:
             shell.run()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import abc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagemill_scheduler.request import LogprobEntry, Request, Sequence
 from pagemill_shared.messages import Delivery, FinishReason, PromptReport, RequestFailure, TokenLogprobs
 from pagemill_shared.schema import Float32Array, Int32Array
+
+if TYPE_CHECKING:
+    from pagemill_scheduler.request import LogprobEntry, Request, Sequence
 
 _NO_LOGPROBS = TokenLogprobs()
 

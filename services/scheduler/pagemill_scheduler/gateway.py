@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pagemill_scheduler.deliveries import DeliveryBuilder
 from pagemill_scheduler.events import Peer
-from pagemill_scheduler.request import Request
 from pagemill_shared.messages import Delivery
 from pagemill_shared.numbering import Incoming, Outgoing
+
+if TYPE_CHECKING:
+    from pagemill_scheduler.request import Request
 
 
 @dataclass(slots=True, eq=False)

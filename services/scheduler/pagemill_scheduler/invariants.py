@@ -9,7 +9,7 @@ from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
 
 
-class InvariantError(RuntimeError):
+class InvariantError(Exception):
     """The scheduler's state contradicts itself."""
 
 

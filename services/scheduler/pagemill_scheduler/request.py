@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pagemill_scheduler.gateway import GatewayState
 from pagemill_shared.messages import FinishReason, PromptReport, RequestFailure
 from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.schema import Float32Array, Int32Array
 
 if TYPE_CHECKING:
     from pagemill_scheduler.beams import BeamSearch
-    from pagemill_scheduler.gateway import GatewayState
 
 
 class Status(StrEnum):
@@ -35,7 +35,7 @@ TRANSITIONS: dict[Status, tuple[Status, ...]] = {
 }
 
 
-class IllegalTransitionError(RuntimeError):
+class IllegalTransitionError(Exception):
     """The core tried to move a request where it cannot go: a bug in the scheduler, never a peer's fault."""
 
 
