@@ -24,14 +24,18 @@ BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 5}
 
 
 @contextlib.contextmanager
-def open_requests(api: Stage, count: int) -> Iterator[None]:
-    """So many requests that do not end before the context is left."""
+def open_requests(api: Stage, count: int, running: int | None = None) -> Iterator[None]:
+    """So many requests that do not end before the context is left.
+
+    Args:
+        running: with those that were there before.
+    """
     client = httpx.Client(base_url=api.gateway.url, timeout=30)
     threads = [threading.Thread(target=lambda: client.post(PATH, json=BODY), name=f"open {i}") for i in range(count)]
     for thread in threads:
         thread.start()
     try:
-        api.stub.wait_for(lambda: api.stub.running == count)
+        api.stub.wait_for(lambda: api.stub.running == (running or count))
         yield
     finally:
         api.stub.held = False
@@ -58,21 +62,14 @@ def test_more_open_requests_than_allowed_are_sent_away() -> None:
 def test_more_waiting_requests_than_allowed_are_sent_away() -> None:
     with stage(max_waiting_requests=1) as api:
         api.stub.replay(IDS, FinishReason.NOT_FINISHED)
-        with open_requests(api, 1):  # it has its first tokens: nobody waits
+        with api.client.stream("POST", PATH, json=BODY | {"stream": True}) as first:
+            assert next(first.iter_lines()).startswith("data: ")  # it has its first tokens: nobody waits
             api.stub.held = True
-            with contextlib.ExitStack() as stack:
-                second = httpx.Client(base_url=api.gateway.url, timeout=30)
-                stack.callback(second.close)
-                thread = threading.Thread(target=lambda: second.post(PATH, json=BODY), name="waiting")
-                thread.start()
-                api.stub.wait_for(lambda: api.stub.running == 2)
+            with open_requests(api, 1, running=2):
                 response = api.post(PATH, **BODY)
                 assert response.status_code == 503
                 assert response.json()["error"]["code"] == "queue_full"
                 assert response.headers["retry-after"]
-                api.stub.held = False
-                api.stub.fail("worker_lost", "over")
-                thread.join(20)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
