@@ -63,7 +63,8 @@ def test_more_waiting_requests_than_allowed_are_sent_away() -> None:
     with stage(max_waiting_requests=1) as api:
         api.stub.replay(IDS, FinishReason.NOT_FINISHED)
         with api.client.stream("POST", PATH, json=BODY | {"stream": True}) as first:
-            assert next(first.iter_lines()).startswith("data: ")  # it has its first tokens: nobody waits
+            lines = first.iter_lines()  # the stream ends with its iterator
+            assert next(lines).startswith("data: ")  # it has its first tokens: nobody waits
             api.stub.held = True
             with open_requests(api, 1, running=2):
                 response = api.post(PATH, **BODY)
