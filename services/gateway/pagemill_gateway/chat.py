@@ -13,10 +13,10 @@ from pagemill_gateway.choice import Choice, TokenLogprob
 from pagemill_gateway.echo import prompt_logprobs
 from pagemill_gateway.engine import INLINE_SIZE, Engine, Generation
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.exchange import Exchange, json_text
+from pagemill_gateway.exchange import Exchange
 from pagemill_gateway.logprobs import chat_entries, finite
 from pagemill_gateway.prompt import Prompt
-from pagemill_gateway.streaming import ChoiceEvents, collect, quote, send_stream
+from pagemill_gateway.streaming import ChoiceEvents, quote, send_stream, send_whole
 from pagemill_gateway.tokenizer import TextTokenizer
 from pagemill_gateway.tool_answers import Tools, ToolStream, finish_reason
 from pagemill_gateway.tool_prompt import needs_text, with_tools_as_text
@@ -35,10 +35,13 @@ async def chat_completions(engine: Engine, exchange: Exchange, raw: bytes) -> No
     }
     if body.stream:
         await send_stream(exchange, generation, ChatEvents(engine.tokenizer, envelope, body, tools))
-    elif await collect(exchange, generation):
-        size = generation.answer_size(body.num_logprobs, body.told_of_prompt)
-        await exchange.send_json_text(
-            await engine.sized(size, lambda: json_text(envelope | _whole(engine.tokenizer, generation, body, tools)))
+    else:
+        await send_whole(
+            engine,
+            exchange,
+            generation,
+            lambda: generation.answer_size(body.num_logprobs, body.told_of_prompt),
+            lambda: envelope | _whole(engine.tokenizer, generation, body, tools),
         )
 
 

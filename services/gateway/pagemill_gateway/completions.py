@@ -13,9 +13,9 @@ from pagemill_gateway.completion_body import CompletionBody
 from pagemill_gateway.echo import Echo, echo_of, prompt_logprobs
 from pagemill_gateway.encoding import encode_prompts
 from pagemill_gateway.engine import Engine, Generation
-from pagemill_gateway.exchange import Exchange, json_text
+from pagemill_gateway.exchange import Exchange
 from pagemill_gateway.logprobs import completion_lists, finite
-from pagemill_gateway.streaming import ChoiceEvents, collect, quote, send_stream
+from pagemill_gateway.streaming import ChoiceEvents, quote, send_stream, send_whole
 from pagemill_gateway.tokenizer import TextTokenizer
 
 _NO_ECHO = Echo("", None)
@@ -44,10 +44,13 @@ async def completions(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     }
     if body.stream:
         await send_stream(exchange, generation, CompletionEvents(engine.tokenizer, envelope, body, generation))
-    elif await collect(exchange, generation):
-        size = generation.answer_size(body.num_logprobs, body.told_of_prompt)
-        await exchange.send_json_text(
-            await engine.sized(size, lambda: json_text(envelope | _whole(engine.tokenizer, generation, body)))
+    else:
+        await send_whole(
+            engine,
+            exchange,
+            generation,
+            lambda: generation.answer_size(body.num_logprobs, body.told_of_prompt),
+            lambda: envelope | _whole(engine.tokenizer, generation, body),
         )
 
 

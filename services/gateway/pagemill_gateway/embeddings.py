@@ -11,9 +11,9 @@ import numpy as np
 from pagemill_gateway.embedding_body import EmbeddingBody
 from pagemill_gateway.encoding import encode_prompts
 from pagemill_gateway.engine import Engine, Generation
-from pagemill_gateway.exchange import Exchange, json_text
+from pagemill_gateway.exchange import Exchange
 from pagemill_gateway.prompt import Prompt
-from pagemill_gateway.streaming import collect
+from pagemill_gateway.streaming import send_whole
 from pagemill_shared.sampling import SamplingParams
 
 _NUMBERS = 1024
@@ -30,9 +30,8 @@ async def embeddings(engine: Engine, exchange: Exchange, raw: bytes) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=0, pooling=body.pool)
     request_id = body.request_id or exchange.request_id
     generation = engine.reading(prompts, sampling, body.priority, request_id, arrived, {"prompt": "input"})
-    if await collect(exchange, generation):
-        size = _NUMBERS * 8 * len(prompts)
-        await exchange.send_json_text(await engine.sized(size, lambda: json_text(_answer(engine, generation, body))))
+    size = _NUMBERS * 8 * len(prompts)
+    await send_whole(engine, exchange, generation, lambda: size, lambda: _answer(engine, generation, body))
 
 
 def _answer(engine: Engine, generation: Generation, body: EmbeddingBody) -> dict[str, Any]:

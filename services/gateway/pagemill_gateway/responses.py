@@ -11,10 +11,10 @@ from pagemill_gateway.chat import chat_generation
 from pagemill_gateway.choice import Choice
 from pagemill_gateway.engine import Engine, Generation
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.exchange import Exchange, json_text
+from pagemill_gateway.exchange import Exchange
 from pagemill_gateway.logprobs import chat_entries
 from pagemill_gateway.response_body import FIELDS_OF_CHAT, ResponseBody
-from pagemill_gateway.streaming import EventWriter, collect, send_stream
+from pagemill_gateway.streaming import EventWriter, send_stream, send_whole
 from pagemill_gateway.tokenizer import TextTokenizer
 
 
@@ -27,10 +27,13 @@ async def responses(engine: Engine, exchange: Exchange, raw: bytes) -> None:
         answer = ResponseObject(engine, body, generation)
         if body.stream:
             await send_stream(exchange, generation, ResponseEvents(engine.tokenizer, answer))
-        elif await collect(exchange, generation):
-            size = generation.answer_size(chat.num_logprobs)
-            await exchange.send_json_text(
-                await engine.sized(size, lambda: json_text(answer.whole(engine.tokenizer, generation)))
+        else:
+            await send_whole(
+                engine,
+                exchange,
+                generation,
+                lambda: generation.answer_size(chat.num_logprobs),
+                lambda: answer.whole(engine.tokenizer, generation),
             )
     except ApiError as error:
         raise _renamed(error) from None

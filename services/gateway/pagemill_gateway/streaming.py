@@ -1,4 +1,4 @@
-"""Server-sent events: the path that every streamed token takes."""
+"""Answers on their way out: as server-sent events, the path that every streamed token takes, or in one piece."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from json.encoder import encode_basestring
 from typing import Any
 
 from pagemill_gateway.choice import Choice, TokenLogprob
-from pagemill_gateway.engine import Generation
+from pagemill_gateway.engine import Engine, Generation
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.exchange import Exchange
+from pagemill_gateway.exchange import Exchange, json_text
 from pagemill_gateway.generation_body import GenerationBody
 from pagemill_gateway.limits import timed_out
 from pagemill_gateway.logprobs import finite
@@ -124,8 +124,17 @@ async def send_stream(exchange: Exchange, generation: Generation, writer: EventW
         await exchange.end_stream(_last_events(events, generation, writer))
 
 
-async def collect(exchange: Exchange, generation: Generation) -> bool:
-    """Waits for all choices; False when the client has gone meanwhile.
+async def send_whole(
+    engine: Engine,
+    exchange: Exchange,
+    generation: Generation,
+    size: Callable[[], int],
+    answer: Callable[[], dict[str, Any]],
+) -> None:
+    """Sends the answer in one piece when all choices have ended, unless the client has gone.
+
+    Args:
+        size: about how many characters it has, known at the end; a large one is written off the event loop.
 
     Raises:
         ApiError: the generation ended with an error.
@@ -135,7 +144,8 @@ async def collect(exchange: Exchange, generation: Generation) -> bool:
         await output.news()
     if output.error is not None:
         raise output.error
-    return not output.client_gone
+    if not output.client_gone:
+        await exchange.send_json_text(await engine.sized(size(), lambda: json_text(answer())))
 
 
 @contextmanager
