@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
+from pagemill_testing.prepared_models import byte_level_ids as ids
 from pagemill_testing.program import INTERRUPTIBLE
 from pagemill_testing.sockets import wait_until
 
@@ -27,11 +28,6 @@ TOKENIZER = byte_level_bpe()
 def api() -> Iterator[Stage]:
     with stage() as running:
         yield running
-
-
-def ids(text: str) -> list[int]:
-    found: list[int] = TOKENIZER.encode(text).ids
-    return found
 
 
 def prompts(running: Stage) -> list[str]:

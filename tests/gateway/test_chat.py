@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
+from pagemill_testing.prepared_models import byte_level_ids as ids
 from transformers import PreTrainedTokenizerFast
 
 from pagemill_shared.manifest import prepared_folder
@@ -17,11 +18,6 @@ PATH = "/v1/chat/completions"
 TOKENIZER = byte_level_bpe()
 END = 2
 HI = [{"role": "user", "content": "Hi"}]
-
-
-def ids(text: str) -> list[int]:
-    encoded: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
-    return encoded
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
+from pagemill_testing.prepared_models import byte_level_ids as ids
 
 from pagemill_shared.messages import FinishReason
 
@@ -18,11 +19,6 @@ TOKENIZER = byte_level_bpe()
 VOCABULARY = TOKENIZER.get_vocab_size()
 END = 2
 TEXT = "The quick brown fox jumps over the lazy dog, and on it flows."
-
-
-def ids(text: str) -> list[int]:
-    encoded: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
-    return encoded
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import add_bos, byte_level_bpe
+from pagemill_testing.prepared_models import byte_level_ids as ids
 
 from pagemill_gateway.echo import echo_of
 from pagemill_gateway.prompt import Prompt
@@ -20,10 +21,6 @@ PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
 TOKENIZER = byte_level_bpe()
 VOCABULARY = TOKENIZER.get_vocab_size()
-
-
-def ids(text: str) -> list[int]:
-    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.fixture(scope="module")

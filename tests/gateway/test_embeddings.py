@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
+from pagemill_testing.prepared_models import byte_level_ids as ids
 
 from pagemill_shared.messages import FinishReason
 from pagemill_shared.sampling import Pooling
@@ -17,10 +18,6 @@ from pagemill_shared.sampling import Pooling
 PATH = "/v1/embeddings"
 TOKENIZER = byte_level_bpe()
 VOCABULARY = TOKENIZER.get_vocab_size()
-
-
-def ids(text: str) -> list[int]:
-    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe, word_pieces
+from pagemill_testing.prepared_models import byte_level_ids as ids
 from pagemill_testing.stub_scheduler import Script
 
 from pagemill_shared.messages import FinishReason, SubmitRequest
@@ -19,11 +20,6 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOKENIZER = byte_level_bpe()
 END = 2
 BOTH = pytest.mark.parametrize("path", [CHAT, TEXT])
-
-
-def ids(text: str) -> list[int]:
-    encoded: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
-    return encoded
 
 
 @pytest.fixture(scope="module")

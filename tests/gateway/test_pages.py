@@ -10,6 +10,7 @@ import pytest
 from pagemill_testing.browser import NARROW, WIDE, chromium, visit
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
+from pagemill_testing.prepared_models import byte_level_ids as ids
 from pagemill_testing.sockets import wait_until
 from playwright.sync_api import Browser, Page, expect
 
@@ -31,11 +32,6 @@ def api() -> Iterator[Stage]:
     with stage() as running:
         running.stub.interval = 0.02  # so that a rate can be told
         yield running
-
-
-def ids(text: str) -> list[int]:
-    found: list[int] = TOKENIZER.encode(text).ids
-    return found
 
 
 def ask(page: Page, text: str) -> None:

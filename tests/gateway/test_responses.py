@@ -8,18 +8,13 @@ from typing import Any
 
 import pytest
 from pagemill_testing.gateway_server import Stage, stage
-from pagemill_testing.prepared_models import byte_level_bpe
+from pagemill_testing.prepared_models import byte_level_ids as ids
 
 from pagemill_gateway.response_answers import Response, ResponseEvent
 from pagemill_shared.messages import FinishReason
 
 PATH = "/v1/responses"
-TOKENIZER = byte_level_bpe()
 TEXT = "The answer is 42. 🙂"
-
-
-def ids(text: str) -> list[int]:
-    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.fixture(scope="module")

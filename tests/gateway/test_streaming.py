@@ -16,7 +16,8 @@ from unittest.mock import Mock
 
 import pytest
 from pagemill_testing.gateway_server import FLEET, GatewayServer, Stage, sse_events, stage
-from pagemill_testing.prepared_models import byte_level_bpe, write_prepared_model
+from pagemill_testing.prepared_models import byte_level_ids as ids
+from pagemill_testing.prepared_models import write_prepared_model
 from pagemill_testing.sockets import ipc_folder, wait_until
 from pagemill_testing.stub_scheduler import Script, StubScheduler
 from structlog.testing import capture_logs
@@ -29,12 +30,6 @@ from pagemill_gateway.streaming import send_stream
 from pagemill_shared.messages import FinishReason, FleetStatus
 
 PATH = "/v1/completions"
-TOKENIZER = byte_level_bpe()
-
-
-def ids(text: str) -> list[int]:
-    encoded: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
-    return encoded
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
+from pagemill_testing.prepared_models import byte_level_ids as ids
 from pydantic import BaseModel
 from tokenizers import AddedToken, Tokenizer
 
@@ -37,11 +38,6 @@ PARIS = '{"city": "Paris"}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
 NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 END = 2
-
-
-def ids(text: str) -> list[int]:
-    encoded: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
-    return encoded
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
+from torch import Tensor
 
 from pagemill_kernels.cpu.build import (
     BuildError,
@@ -45,3 +48,15 @@ def compiled(name: str, factory: pytest.TempPathFactory) -> Path:
 
 def loaded(name: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return load_library(compiled(name, factory))
+
+
+def assert_rows_are_independent(product: Callable[[Tensor], Tensor], outlier: float) -> None:
+    """An outlier in one row of [32, 576] leaves every other row of the product as it is, bit by bit."""
+    x = torch.randn(32, 576)
+    before = product(x)
+    x[7, 100] = outlier
+    after = product(x)
+    others = [row for row in range(32) if row != 7]
+    assert torch.equal(after[others], before[others])
+    assert not torch.equal(after[7], before[7])
+    assert after[7].isfinite().all() == (abs(outlier) < torch.inf)

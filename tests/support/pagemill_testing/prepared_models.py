@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,17 @@ def byte_level_bpe(vocab_size: int = 700) -> Tokenizer:
     )
     tokenizer.train_from_iterator(_CORPUS * 4, trainer)
     return tokenizer
+
+
+def byte_level_ids(text: str) -> list[int]:
+    """The tokens of ``text`` in the tokenizer that `write_prepared_model` writes by default."""
+    ids: list[int] = _byte_level_bpe().encode(text, add_special_tokens=False).ids
+    return ids
+
+
+@cache
+def _byte_level_bpe() -> Tokenizer:
+    return byte_level_bpe()
 
 
 def sentencepiece_bpe() -> Tokenizer:
