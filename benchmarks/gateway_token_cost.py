@@ -27,10 +27,12 @@ import uvloop
 
 from pagemill_shared.messages import FinishReason, FleetStatus
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from pagemill_testing.prepared_models import FINGERPRINT, byte_level_bpe, write_prepared_model
 from pagemill_testing.stub_scheduler import Script, StubScheduler
+from serving.systems import free_port
 
 _PROMPT = "The quick brown fox"
 _GATEWAY = """
@@ -155,14 +157,6 @@ def _time_one(client: httpx.Client, port: int) -> float:
     with client.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as response:
         next(response.iter_raw())
         return time.perf_counter() - began
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_ready(port: int) -> None:

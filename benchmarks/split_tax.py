@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from pagemill_testing.program import Program
-from peers import model_files
+from serving.bundled import model_files
 from serving.client import figures, run
-from serving.systems import Running, System, started
+from serving.systems import Running, System, pagemill, started
 from serving.workloads import Prompts, Workload
 
 from pagemill_scheduler.config import CoreConfig
@@ -237,11 +237,8 @@ def split(load: Load, welcome: list[int], recording: Path, folder: Path) -> Iter
 
 
 def whole(load: Load) -> System:
-    def command(port: int) -> list[str]:
-        settings = ["--num-threads", str(load.threads), "--num-kv-blocks", str(load.blocks), "--port", str(port)]
-        return [sys.executable, "-P", "-m", "pagemill", "serve", *settings, "--max-num-seqs", str(load.running)]
-
-    return System("pagemill", "fp32", command, {"ignore_eos": True})
+    settings = {"num-threads": load.threads, "num-kv-blocks": load.blocks, "max-num-seqs": load.running}
+    return pagemill(settings=[word for name, value in settings.items() for word in (f"--{name}", str(value))])
 
 
 def server_rate(running: Running, load: Load, prompts: Prompts, seed: str) -> float:

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ import psutil
 READY_SECONDS = 600.0
 CONTEXT = 2048
 SEATS = 64
+SIZES = ("--max-num-seqs", str(SEATS), "--max-model-len", str(CONTEXT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,12 @@ class System:
     choices: bool = True
 
 
-def pagemill(quantization: str, weights: str, python: str = sys.executable) -> System:
+def pagemill(quantization: str = "none", settings: Sequence[str] = SIZES) -> System:
     def command(port: int) -> list[str]:
-        settings = ["--port", str(port), "--quantization", quantization, "--max-num-seqs", str(SEATS)]
-        return [python, "-P", "-m", "pagemill", "serve", *settings, "--max-model-len", str(CONTEXT)]
+        serve = [sys.executable, "-P", "-m", "pagemill", "serve", "--port", str(port)]
+        return [*serve, "--quantization", quantization, *settings]
 
+    weights = "fp32" if quantization == "none" else quantization
     name = "pagemill" if quantization == "none" else f"pagemill {quantization}"
     return System(name, weights, command, {"ignore_eos": True})
 
@@ -124,7 +126,7 @@ def started(system: System, log: Path) -> Iterator[Running]:
     Raises:
         SystemExit: it ended before, or did not answer in time; with the end of what it printed.
     """
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
@@ -172,7 +174,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(20.0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody uses, for a server that cannot choose one by itself."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
