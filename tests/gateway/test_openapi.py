@@ -199,8 +199,8 @@ def test_names_of_operations_are_unique() -> None:
 @pytest.mark.parametrize("with_key", [False, True])
 def test_keys_are_told_of_where_they_are_wanted(with_key: bool) -> None:
     with stage(**({"api_key": "s3cret"} if with_key else {})) as running:
-        response = running.client.get("/openapi.json")
-        assert response.status_code == 200
+        assert running.client.get("/openapi.json").status_code == (401 if with_key else 200)
+        response = running.client.get("/openapi.json", headers={"Authorization": "Bearer s3cret"})
         found = response.json()
         assert "s3cret" not in response.text
         assert ("securitySchemes" in found["components"]) == with_key

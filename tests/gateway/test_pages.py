@@ -320,7 +320,24 @@ def test_the_reference_tells_when_there_is_none(api: Stage, browser: Browser) ->
     with visit(browser, api.gateway.url, "/site/icon.svg") as page:
         page.route("**/openapi.json", lambda route: route.fulfill(status=503, body="{}"))
         page.goto(api.gateway.url + "/docs")
-        expect(page.get_by_role("alert")).to_have_text("/openapi.json: HTTP 503")
+        expect(page.get_by_role("alert")).to_contain_text("/openapi.json: HTTP 503")
+
+
+def test_the_reference_asks_for_the_key_that_the_chat_page_has(browser: Browser) -> None:
+    with stage(api_key="s3cret") as running, visit(browser, running.gateway.url, "/docs") as page:
+        expect(page.get_by_role("alert")).to_contain_text("a valid API key must be sent")
+        expect(page.get_by_label("API key")).to_be_focused()
+        page.keyboard.type("s3cret")
+        page.keyboard.press("Enter")
+        expect(page.locator("details#createChatCompletion")).to_be_visible()
+        expect(page.get_by_label("API key")).to_be_hidden()
+        with page.expect_download() as download:
+            page.get_by_role("link", name="openapi.json").click()
+        assert '"openapi": "3.1.0"' in download.value.path().read_text()
+        page.get_by_role("link", name="Chat").click()
+        expect(page.get_by_label("Model")).to_have_value("tiny")
+        page.goto(running.gateway.url + "/docs")
+        expect(page.locator("details#createChatCompletion")).to_be_visible()
 
 
 def test_a_model_that_is_still_loading(api: Stage, browser: Browser) -> None:

@@ -17,6 +17,7 @@ from pagemill_testing.prepared_models import byte_level_bpe
 from structlog.testing import capture_logs
 
 from pagemill_gateway.http_protocol import MAX_SURPLUS_BYTES
+from pagemill_gateway.pages import pages
 from pagemill_gateway.server import Gateway
 from pagemill_shared.settings import GatewaySettings
 
@@ -201,10 +202,16 @@ def locked() -> Iterator[Stage]:
         yield running
 
 
-@pytest.mark.parametrize("path", [*BOTH, "/tokenize", "/detokenize", "/v1/models", "/metrics", "/v1/pagemill/state"])
+ROUTES = [
+    (next(iter((route.methods or set()) - {"HEAD"})), route.path.replace("{model:path}", "tiny"))
+    for route in Gateway(GatewaySettings()).routes
+]
+WITHOUT_KEY = {"/health", "/ready", *(page.path for page in pages())}
+
+
+@pytest.mark.parametrize(("method", "path"), [route for route in ROUTES if route[1] not in WITHOUT_KEY])
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "s3cret-ä", "Basic s3cret-ä", "Bearer s3cret-äx"])
-def test_a_key_is_needed(locked: Stage, path: str, header: str | None) -> None:
-    method = "GET" if path in ("/v1/models", "/metrics", "/v1/pagemill/state") else "POST"
+def test_a_key_is_needed(locked: Stage, method: str, path: str, header: str | None) -> None:
     headers = {"Authorization": header.encode()} if header is not None else {}
     with capture_logs() as logs:
         response = locked.client.request(method, path, headers=headers, content=b"{}")
@@ -214,12 +221,22 @@ def test_a_key_is_needed(locked: Stage, path: str, header: str | None) -> None:
     assert "s3cret" not in json.dumps([str(entry) for entry in logs])
 
 
+@pytest.mark.parametrize("path", sorted(WITHOUT_KEY))
+def test_health_and_the_pages_need_none_and_hold_no_data(locked: Stage, path: str) -> None:
+    response = locked.client.get(path)
+    assert response.status_code == 200
+    if path not in ("/health", "/ready"):
+        assert "tiny" not in response.text  # the model's name, or whatever else is the server's own
+        assert response.content == next(page.content for page in pages() if page.path == path)
+
+
 def test_the_key_opens(locked: Stage) -> None:
     headers = {"Authorization": "Bearer s3cret-ä".encode()}
     assert locked.client.get("/v1/models", headers=headers).status_code == 200
     assert locked.client.post("/v1/completions", json={"prompt": "x"}, headers=headers).status_code == 200
-    for path in ("/health", "/ready", "/version"):
-        assert locked.client.get(path).status_code == 200
+    assert locked.client.get("/version", headers=headers).status_code == 200
+    assert locked.client.get("/openapi.json", headers=headers).json()["openapi"] == "3.1.0"
+    assert locked.client.head("/version").status_code == 401
 
 
 def test_the_key_shows_nowhere() -> None:

@@ -123,9 +123,7 @@ STATE = Operation(
     answers.SchedulerState,
 )
 METRICS = Operation("GET", "/metrics", "getMetrics", "Server", "Prometheus' text format", None)
-VERSION = Operation(
-    "GET", "/version", "getVersion", "Server", "The server's version", answers.Version, keyless=True, errors=()
-)
+VERSION = Operation("GET", "/version", "getVersion", "Server", "The server's version", answers.Version, errors=())
 HEALTH = Operation(
     "GET", "/health", "getHealth", "Server", "200 while requests make progress", answers.Health, keyless=True
 )

@@ -1,7 +1,8 @@
 """What a browser is shown: the chat page at ``/`` and the API's reference at ``/docs``, from the files in ``site/``.
 
-The pages load nothing from anywhere else, and their policy tells the browser so. They hold no secret and need no key;
-the user types the key in, and it stays in the tab.
+The pages load nothing from anywhere else, and their policy tells the browser so. A browser cannot send a key with what
+it navigates to, so they are served without one: they are the same files on every server and hold no data. The user
+types the key in, it stays in the tab, and goes with each request of theirs.
 """
 
 from __future__ import annotations

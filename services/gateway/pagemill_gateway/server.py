@@ -115,10 +115,11 @@ class Gateway:
             self._route(operations.MODEL, status.model),
             self._route(operations.STATE, status.state),
             self._route(operations.METRICS, status.metrics),
-            self._open_route(operations.VERSION, status.server_version),
-            self._open_route(operations.HEALTH, self._health),
-            self._open_route(operations.READY, self._ready),
-            Route("/openapi.json", Endpoint(self._openapi, None), methods=["GET"]),
+            self._plain_route(operations.VERSION, status.server_version),
+            self._plain_route(operations.HEALTH, self._health),
+            self._plain_route(operations.READY, self._ready),
+            Route("/openapi.json", Endpoint(self._keyed(self._openapi), None), methods=["GET"]),
+            # A browser cannot send a key with what it navigates to: the pages hold no data, and ask for the key.
             *(Route(page.path, Endpoint(page, None), methods=["GET"]) for page in pages()),
         ]
 
@@ -127,8 +128,10 @@ class Gateway:
         call = self._guarded(handler, with_body=operation.method == "POST")
         return Route(operation.path, Endpoint(call, operation), methods=[operation.method])
 
-    def _open_route(self, operation: Operation, call: Call) -> Route:
-        return Route(operation.path, Endpoint(call, operation), methods=[operation.method])
+    def _plain_route(self, operation: Operation, call: Call) -> Route:
+        """For what needs no model; the operation says whether it needs the key."""
+        guarded = call if operation.keyless else self._keyed(call)
+        return Route(operation.path, Endpoint(guarded, operation), methods=[operation.method])
 
     @property
     def operations(self) -> list[Operation]:
@@ -152,6 +155,13 @@ class Gateway:
             await handler(engine, exchange, await exchange.read_body(self._max_body_bytes) if with_body else b"")
 
         return call
+
+    def _keyed(self, call: Call) -> Call:
+        async def keyed(exchange: Exchange) -> None:
+            self._check_key(exchange)
+            await call(exchange)
+
+        return keyed
 
     def _check_key(self, exchange: Exchange) -> None:
         if not self._keys:

@@ -9,10 +9,30 @@ export class ApiError extends Error {
   }
 }
 
+const KEY = "pagemill.key";
+
+/** The key that was typed in, in this tab alone; the pages share it. */
+export function storedKey() {
+  return sessionStorage.getItem(KEY) ?? "";
+}
+
+export function storeKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
 export async function listModels(key) {
-  const response = await fetch("/v1/models", { headers: headers(key) });
+  return (await (await get("/v1/models", key)).json()).data;
+}
+
+/** The OpenAPI document, as text. */
+export async function apiDocument(key) {
+  return (await get("/openapi.json", key)).text();
+}
+
+async function get(path, key) {
+  const response = await fetch(path, { headers: headers(key) });
   if (!response.ok) throw await errorOf(response);
-  return (await response.json()).data;
+  return response;
 }
 
 /** The events of a chat completion; aborting `signal` closes the connection, which ends the request on the server. */

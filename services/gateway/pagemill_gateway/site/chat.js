@@ -1,10 +1,9 @@
 // The chat page: what was said, what is asked for, and one answer in progress at most.
 
 import { Answer, element } from "./answer.js";
-import { ApiError, listModels, streamChat } from "./api.js";
+import { ApiError, listModels, storeKey, storedKey, streamChat } from "./api.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed", "n"];
-const KEY = "pagemill.key";
 const RETRY_MS = 2000;
 
 const at = (id) => document.getElementById(id);
@@ -19,9 +18,9 @@ let running = null;
 
 // ---------------------------------------------------------------- settings
 
-at("key").value = sessionStorage.getItem(KEY) ?? "";
+at("key").value = storedKey();
 at("key").addEventListener("change", () => {
-  sessionStorage.setItem(KEY, at("key").value);
+  storeKey(at("key").value);
   loadModels();
 });
 at("toggle").addEventListener("click", () => showSettings(!("open" in settings.dataset)));

@@ -1,19 +1,44 @@
 // The API's reference, drawn from /openapi.json. Text goes in as text nodes only.
 
 import { element } from "./answer.js";
+import { ApiError, apiDocument, storeKey, storedKey } from "./api.js";
 
-const content = document.getElementById("content");
+const at = (id) => document.getElementById(id);
 
-try {
-  const response = await fetch("/openapi.json");
-  if (!response.ok) throw new Error(`/openapi.json: HTTP ${response.status}`);
-  content.replaceChildren(...page(await response.json()));
-} catch (error) {
-  const fault = element("p", "fault", error.message);
-  fault.setAttribute("role", "alert");
-  content.replaceChildren(fault);
+at("key").value = storedKey();
+at("unlock").addEventListener("submit", (event) => {
+  event.preventDefault();
+  storeKey(at("key").value);
+  show();
+});
+
+async function show() {
+  try {
+    const text = await apiDocument(at("key").value);
+    at("content").replaceChildren(...page(JSON.parse(text)));
+    at("unlock").hidden = true;
+    if (at("key").value) offer(text);
+  } catch (error) {
+    const fault = element("p", "fault", `/openapi.json: ${error.message}`);
+    fault.setAttribute("role", "alert");
+    at("content").replaceChildren(fault);
+    if (error instanceof ApiError && error.status === 401) {
+      at("unlock").hidden = false;
+      at("key").focus();
+    }
+  }
+  at("content").removeAttribute("aria-busy");
 }
-content.removeAttribute("aria-busy");
+
+/** A click on a link sends no key, so it gives what is here already. */
+function offer(text) {
+  const link = at("document");
+  URL.revokeObjectURL(link.href);
+  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  link.download = "openapi.json";
+}
+
+show();
 
 function page(spec) {
   const made = [element("p", "", `${spec.info.description} Version ${spec.info.version}.`)];
