@@ -107,13 +107,17 @@ def _answer_once(server: Server, conversation: Conversation, text: str) -> int:
     if not text.strip():
         print("pagemill chat: there is no message", file=sys.stderr)
         return EXIT_FAILURE
+    said = False
     try:
         for piece, _ in server.stream_chat(conversation.ask(text)):
             _write(piece)
+            said = said or piece != ""
+        said = True  # an answer without text is an empty line
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     finally:
-        _write("\n")
+        if said:
+            _write("\n")
     return 0
 
 

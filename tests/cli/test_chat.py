@@ -127,6 +127,7 @@ def test_what_does_not_work_is_one_line(api: Stage, words: list[str], status: in
     api.stub.replay(ids("fine"))
     done = run(api, *words)
     assert done.returncode == status
+    assert done.stdout == ""
     assert done.stderr.startswith(reason)
     assert done.stderr.count("\n") == 1
 
@@ -141,6 +142,22 @@ def test_an_answer_that_breaks_off_is_told_of(api: Stage) -> None:
     api.stub.fail("worker_lost", "the worker died")
     out, err = running.communicate(timeout=30)
     assert (running.returncode, out, err) == (1, "\n", "pagemill chat: the worker died\n")
+
+
+def test_ctrl_c_before_the_first_piece_leaves_standard_output_empty(api: Stage) -> None:
+    api.stub.replay([], FinishReason.NOT_FINISHED)
+    running = subprocess.Popen(command(api, "Where?"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    api.stub.wait_for(lambda: api.stub.running)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=30)
+    assert (running.returncode, out, err) == (130, "", "")
+    api.stub.wait_for(lambda: api.stub.aborted)
+
+
+def test_an_answer_without_text_is_an_empty_line(api: Stage) -> None:
+    api.stub.replay([2], FinishReason.EOS)
+    done = run(api, "Where?")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
 
 
 def test_a_reader_that_goes_away_ends_the_request(api: Stage) -> None:
@@ -176,7 +193,7 @@ def test_the_key(tmp_path: Any) -> None:
     with stage(api_key="s3cret-ä") as running:
         running.stub.replay(ids("fine"))
         done = run(running, "x")
-        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
         assert "a valid API key must be sent" in done.stderr
         assert run(running, "x", "--api-key", "s3cret-ä").stdout == "fine\n"
 

@@ -176,7 +176,10 @@ CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": 
     ("messages", "param"),
     [
         ([], "messages"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "messages[0].content[0].type",
+        ),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "wizard", "content": "x"}], "messages[0].role"),
@@ -203,7 +206,10 @@ def test_any_order_of_roles_is_answered_as_the_template_renders_it(
     chat: Stage, reference: PreTrainedTokenizerFast, roles: list[str]
 ) -> None:
     chat.stub.replay(ids("one"))
-    response = chat.post(PATH, messages=[{"role": role, "content": f"I am {role}"} for role in roles])
+    call = {"tool": {"tool_call_id": "call_1"}}
+    response = chat.post(
+        PATH, messages=[{"role": role, "content": f"I am {role}", **call.get(role, {})} for role in roles]
+    )
     assert response.status_code == 200
     rendered = [{"role": role.replace("developer", "system"), "content": f"I am {role}"} for role in roles]
     expected = reference.apply_chat_template(rendered, add_generation_prompt=True)["input_ids"]

@@ -141,7 +141,7 @@ def test_min_tokens_holds_stop_strings_back(api: Stage) -> None:
 
 @pytest.mark.parametrize("stop", ["", [""], ["", "zz"], [1], 5, {"a": 1}, ["x"] * 65, "x" * 1025])
 def test_stop_strings_that_are_refused(api: Stage, stop: Any) -> None:
-    assert error(api, prompt="x", stop=stop)["param"] == "stop"
+    assert error(api, prompt="x", stop=stop)["param"].startswith("stop")
 
 
 @pytest.mark.parametrize("end", [0, 2])
@@ -198,7 +198,7 @@ def test_prompts_reach_the_scheduler_as_ids(api: Stage, prompt: Any) -> None:
     ],
 )  # fmt: skip
 def test_prompts_that_are_refused(api: Stage, prompt: Any) -> None:
-    assert error(api, prompt=prompt)["param"] == "prompt"
+    assert error(api, prompt=prompt)["param"].startswith("prompt")
     api.stub.replay(ids("one"))
     assert whole(api, prompt="still alive") == ("one", "length")
 

@@ -72,7 +72,7 @@ def test_base64_holds_the_same_numbers(api: Stage) -> None:
         ({}, "input", 400),
         ({"input": ""}, "input", 400),
         ({"input": []}, "input", 400),
-        ({"input": ["x", 3]}, "input", 400),
+        ({"input": ["x", 3]}, "input[1]", 400),
         ({"input": [VOCABULARY]}, "input", 400),
         ({"input": [5] * 2049}, "input", 400),
         ({"input": "x", "dimensions": 64}, "dimensions", 400),

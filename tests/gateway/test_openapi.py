@@ -51,7 +51,7 @@ CHECKS = [
 BEYOND_SCHEMAS = (
     "has a meaning only with", "vocabulary", "context length", "only allowed when", "needs", "is greater than",
     "cannot both", "contradicts", "must be false", "differ", "at most 4096", "cannot be combined with", "guided_",
-    "structured_outputs", "response_format", "unless the message has tool_calls",
+    "structured_outputs", "response_format", "unless the message has tool_calls", "must name the call",
     "only an assistant's message", "tools:", "tool_choice:",
 )  # fmt: skip
 """Why a body may be refused that the schema allows: lengths, the vocabulary, fields that contradict each other."""

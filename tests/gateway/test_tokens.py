@@ -71,7 +71,7 @@ def test_usage_agrees_with_tokenize_and_bos_is_one() -> None:
 def test_tokens_that_are_refused(api: Stage, tokens: object) -> None:
     response = api.post("/detokenize", tokens=tokens)
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "tokens"
+    assert response.json()["error"]["param"].startswith("tokens")
 
 
 def test_neither_prompt_nor_messages(api: Stage) -> None:

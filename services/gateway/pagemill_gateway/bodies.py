@@ -8,6 +8,7 @@ docs/api.md holds the table.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -24,6 +25,13 @@ class Accepts:
     def __call__(self, value: object) -> bool:
         return any(type(value) is type(allowed) and value == allowed for allowed in self.values)
 
+    def refusal(self, name: str) -> str:
+        """What a client is told that sent another value for the field ``name``."""
+        served = [json.dumps(value) for value in self.values if value]  # an empty value asks for nothing
+        if not served:
+            return f"`{name}` is not supported by this server"
+        return f"`{name}` is not supported by this server, but for {' and '.join(served)}"
+
 
 def only(*values: object) -> Accepts:
     return Accepts(values)
@@ -36,6 +44,11 @@ OFF = only(False)
 def field_error(param: str, message: str) -> PydanticCustomError:
     """An error about several fields that names one of them."""
     return PydanticCustomError("field", "{reason}", {"param": param, "reason": message})
+
+
+def item_error(item: tuple[str | int, ...], message: str) -> PydanticCustomError:
+    """An error about a part of the field that is validated: the names and positions that lead to it."""
+    return PydanticCustomError("item", "{reason}", {"item": item, "reason": message})
 
 
 class RequestBody(BaseModel):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from pagemill_gateway.bodies import NOTHING, OFF, field_error, only
+from pagemill_gateway.bodies import NOTHING, OFF, field_error, item_error, only
 from pagemill_gateway.chat_template import RESERVED_KWARGS
 from pagemill_gateway.generation_body import GenerationBody
 from pagemill_gateway.tool_fields import EarlierCall, ToolFields
@@ -40,7 +40,7 @@ class ChatMessage(BaseModel):
         None, validate_default=True, description="May be null or left out beside `tool_calls` alone."
     )
     name: str | None = None
-    tool_call_id: str | None = None
+    tool_call_id: str | None = Field(None, validate_default=True, description="Required of the role `tool`.")
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: None = None
@@ -56,6 +56,13 @@ class ChatMessage(BaseModel):
             raise ValueError("only an assistant's message can have them")
         return value
 
+    @field_validator("tool_call_id")
+    @classmethod
+    def _check_call_id(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("role") == "tool":
+            raise ValueError("a tool's message must name the call that it answers")
+        return value
+
     @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart])
     @classmethod
     def _check_content(cls, value: Any, info: ValidationInfo) -> Any:
@@ -66,11 +73,13 @@ class ChatMessage(BaseModel):
         if not isinstance(value, list):
             raise ValueError("must be a string or a list of text parts")
         for index, part in enumerate(value):
-            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(part, dict):
+                raise item_error((index,), f"must be a part with a type, not {part!r:.40}")
+            kind = part.get("type")
             if kind != "text":
-                raise ValueError(f"part {index} is of type {kind!r}, but only text parts are supported")
+                raise item_error((index, "type"), f"only text parts are supported, not {kind!r:.64}")
             if not isinstance(part.get("text"), str):
-                raise ValueError(f"part {index} has no text")
+                raise item_error((index, "text"), "must be a string")
         return value
 
     @property

@@ -7,14 +7,16 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from pagemill_gateway.bodies import field_error, only
+from pagemill_gateway.bodies import field_error, item_error, only
 from pagemill_gateway.generation_body import GenerationBody
 from pagemill_gateway.group_fields import MAX_CHOICES
 from pagemill_shared.sampling import MAX_LOGPROBS, MAX_TOKENS
 
 MAX_PROMPTS = 256
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TOKEN_IDS = 2**31
+"""No vocabulary is larger."""
+TokenId = Annotated[int, Field(ge=0, lt=_TOKEN_IDS)]
 Text = Annotated[str, Field(min_length=1)]
 Prompts = (
     Text
@@ -74,48 +76,52 @@ def check_prompt(value: Any) -> str | list[str] | list[list[int]]:
     """A text, a list of texts, or lists of token ids; one list of ids becomes a list with one.
 
     Raises:
-        ValueError: says what is wrong, and where.
+        PydanticCustomError, ValueError: says what is wrong, and where.
     """
     if isinstance(value, str):
-        _check_text(value)
+        _check_text(value, ())
         return value
     if not isinstance(value, list) or not value:
         raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists")
-    if all(isinstance(item, str) for item in value):
-        _check_count(value)
-        for item in value:
-            _check_text(item)
-        return value
-    if all(isinstance(item, list) for item in value):
-        _check_count(value)
-        for item in value:
-            check_token_ids(item)
-        return value
-    check_token_ids(value)
-    return [value]
+    if not isinstance(value[0], str | list):
+        check_token_ids(value)
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed in one request")
+    texts = isinstance(value[0], str)
+    for index, item in enumerate(value):
+        if texts and isinstance(item, str):
+            _check_text(item, (index,))
+        elif not texts and isinstance(item, list):
+            check_token_ids(item, (index,))
+        else:
+            kind = "text" if texts else "list of token ids"
+            raise item_error((index,), f"must be a {kind} like the first one, not {item!r:.40}")
+    return value
 
 
-def check_token_ids(value: list[Any]) -> None:
-    """Raises ValueError unless these are token ids (whether the vocabulary has them is checked later)."""
+def check_token_ids(value: list[Any], item: tuple[int, ...] = ()) -> None:
+    """Raises PydanticCustomError unless these are token ids (whether the vocabulary has them is checked later).
+
+    Args:
+        item: where they stand in the field.
+    """
     if not value:
-        raise ValueError("a prompt must not be empty")
-    types = set(map(type, value))
-    if types != {int}:
-        wrong = next(item for item in value if type(item) is not int)
-        raise ValueError(f"token ids must be integers, not {wrong!r:.40}")
+        raise item_error(item, "a prompt must not be empty")
+    if set(map(type, value)) != {int}:
+        index = next(index for index, token in enumerate(value) if type(token) is not int)
+        raise item_error((*item, index), f"token ids must be integers, not {value[index]!r:.40}")
+    # Python's integers have no bounds; array operations take the usual ones in a fraction of a loop's time.
     try:
         ids = np.array(value, dtype=np.int64)
+        good = (ids >= 0) & (ids < _TOKEN_IDS)
     except OverflowError:
-        raise ValueError("a token id is out of range") from None
-    if ids.min() < 0 or ids.max() >= 2**31:
-        raise ValueError(f"token id {ids.min() if ids.min() < 0 else ids.max()} is out of range")
+        good = np.array([0 <= token < _TOKEN_IDS for token in value])
+    if not good.all():
+        index = int(np.argmin(good))
+        raise item_error((*item, index), f"token id {value[index]!s:.40} is out of range")
 
 
-def _check_text(text: str) -> None:
+def _check_text(text: str, item: tuple[int, ...]) -> None:
     if not text:
-        raise ValueError("a prompt must not be empty")
-
-
-def _check_count(prompts: list[Any]) -> None:
-    if len(prompts) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed in one request")
+        raise item_error(item, "a prompt must not be empty")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from pagemill_gateway.bodies import NOTHING, Accepts, RequestBody
 from pagemill_gateway.completion_body import Prompts, check_prompt
 from pagemill_gateway.prompt_fields import TruncationFields
+from pagemill_gateway.request_ids import RequestId
 from pagemill_shared.sampling import Pooling
 
 
@@ -24,7 +25,7 @@ class EmbeddingBody(TruncationFields, RequestBody):
     normalize: bool = True
     add_special_tokens: bool = True
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    request_id: RequestId | None = None
 
     @field_validator("input", mode="wrap", json_schema_input_type=Prompts)
     @classmethod

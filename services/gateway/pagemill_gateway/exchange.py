@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 import uuid
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from pagemill_gateway.errors import ApiError, Headers
 from pagemill_gateway.keys import Key
+from pagemill_gateway.request_ids import is_request_id
 
 ABORT_EXTENSION = "pagemill.abort"
 """ASGI extension: ``abort`` is a callable that drops the connection at once, with what its client has not read."""
@@ -23,7 +23,6 @@ _STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}\Z")
 
 
 class ClientGoneError(Exception):
@@ -173,7 +172,7 @@ def _given_request_id(scope: Scope) -> str | None:
     for key, value in scope["headers"]:
         if key == b"x-request-id":
             text = value.decode("latin-1")
-            return text if _REQUEST_ID.match(text) else None
+            return text if is_request_id(text) else None
     return None
 
 

@@ -6,9 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from pagemill_gateway.bodies import NOTHING, OFF, Accepts, RequestBody, field_error, only
+from pagemill_gateway.bodies import NOTHING, OFF, Accepts, RequestBody, field_error, item_error, only
 from pagemill_gateway.group_fields import GroupFields
 from pagemill_gateway.prompt_fields import PromptFields
+from pagemill_gateway.request_ids import RequestId
 from pagemill_gateway.structured_outputs import StructuredFields
 from pagemill_shared.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOKENS
 
@@ -90,20 +91,24 @@ class GenerationBody(PromptFields, StructuredFields, GroupFields, RequestBody):
 
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    request_id: str | None = Field(None, min_length=1, max_length=256)
+    request_id: RequestId | None = None
 
     @field_validator("stop", mode="before", json_schema_input_type=Stop)
     @classmethod
     def _check_stop(cls, value: Any) -> Any:
-        stops = [value] if isinstance(value, str) else value
-        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        if not isinstance(value, str | list):
             raise ValueError("must be a string or a list of strings")
-        if "" in stops:
-            raise ValueError("a stop string must not be empty")
+        stops = [value] if isinstance(value, str) else value
         if len(stops) > MAX_STOPS:
             raise ValueError(f"at most {MAX_STOPS} stop strings are allowed")
-        if any(len(stop) > MAX_STOP_LENGTH for stop in stops):
-            raise ValueError(f"a stop string may have at most {MAX_STOP_LENGTH} characters")
+        for index, stop in enumerate(stops):
+            item = (index,) if stops is value else ()
+            if not isinstance(stop, str):
+                raise item_error(item, f"a stop string must be a string, not {stop!r:.40}")
+            if not stop:
+                raise item_error(item, "a stop string must not be empty")
+            if len(stop) > MAX_STOP_LENGTH:
+                raise item_error(item, f"a stop string may have at most {MAX_STOP_LENGTH} characters")
         return stops
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -13,6 +14,8 @@ from pagemill_gateway.errors import ApiError
 _MAX_SHOWN = 64
 _PLAIN = frozenset({int, str, dict, bool})
 """Types of items in which no whole number can hide."""
+
+_NOTHING = object()
 
 R = TypeVar("R", bound=RequestBody)
 
@@ -32,18 +35,13 @@ def parse_body(cls: type[R], raw: bytes) -> R:
     data = {name: _whole(value) for name, value in data.items() if value is not None}
     for name, accepts in cls.unserved.items():
         if name in data and not accepts(data.pop(name)):
-            raise ApiError(
-                400,
-                f"`{name}` is not supported by this server with this value",
-                param=name,
-                code="unsupported_parameter",
-            )
+            raise ApiError(400, accepts.refusal(name), param=name, code="unsupported_parameter")
     for name in cls.ignored:
         data.pop(name, None)
     try:
         return cls.model_validate(data)
     except ValidationError as error:
-        raise _validation_error(error) from None
+        raise _validation_error(data, error) from None
 
 
 def _whole(value: Any) -> Any:
@@ -55,32 +53,81 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _validation_error(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False)[0]
+def _validation_error(data: dict[str, Any], error: ValidationError) -> ApiError:
+    first, *others = _same_fault(data, error.errors(include_url=False))
     context = first.get("ctx", {})
-    param = str(context.get("param", "")) or param_name(first)
+    param = str(context.get("param", "")) or param_name(field_path(data, first))
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         return ApiError(400, f"unrecognized request argument: {param[:_MAX_SHOWN]}", param=param[:_MAX_SHOWN])
-    message = first["msg"].removeprefix("Value error, ")
+    message = " or ".join(
+        [_words(first), *dict.fromkeys(_words(other).removeprefix("Input should be ") for other in others)]
+    )
     if not param or "param" in context:  # the message names its fields itself
         return ApiError(400, message, param=param or None, code="invalid_value")
     return ApiError(400, f"{param}: {message}{_shown(first)}", param=param, code="invalid_value")
 
 
-def param_name(detail: ErrorDetails) -> str:
+def _same_fault(data: dict[str, Any], details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """The errors that belong to the first fault.
+
+    Where a value may be of several kinds there is one for each kind. The one that went furthest into the value is of
+    the kind that was meant; those that went equally far say together what may stand there.
+    """
+    path = field_path(data, details[0])
+    for detail in details:
+        other = field_path(data, detail)
+        if len(other) > len(path) and other[: len(path)] == path:
+            path = other
+    found = [detail for detail in details if field_path(data, detail) == path]
+    other_kinds = [detail for detail in found if detail["type"].endswith(("_type", "literal_error"))]
+    meant = [detail for detail in found if detail not in other_kinds]
+    return meant[:1] or other_kinds
+
+
+def field_path(data: Any, detail: ErrorDetails) -> tuple[str | int, ...]:
+    """Where in ``data`` the fault is: the names and positions that the client wrote (or left out, at the end).
+
+    pydantic puts names of its own between them, for the kinds that a value may be of. A validator of ours says itself
+    which part of a field is at fault (``bodies.item_error``).
+    """
+    path: list[str | int] = []
+    loc = detail["loc"]
+    for place, part in enumerate(loc):
+        inside = _item(data, part)
+        if inside is not _NOTHING:
+            data = inside
+        elif place < len(loc) - 1 or not isinstance(data, dict) or detail["type"] not in ("missing", "value_error"):
+            continue
+        path.append(part)
+    return (*path, *detail.get("ctx", {}).get("item", ()))
+
+
+def _item(data: Any, part: str | int) -> Any:
+    if isinstance(part, int):
+        return data[part] if isinstance(data, list) and part < len(data) else _NOTHING
+    return data.get(part, _NOTHING) if isinstance(data, dict) else _NOTHING
+
+
+def param_name(path: Iterable[str | int]) -> str:
     """``messages[0].content``, as OpenAI writes it."""
     name = ""
-    for part in detail["loc"]:
+    for part in path:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part not in ("str", "int", "float", "bool") and not part.startswith(("function-", "list[", "dict[")):
+        else:
             name += f".{part}" if name else part
     return name
 
 
+def _words(detail: ErrorDetails) -> str:
+    if detail["type"] in ("model_type", "dict_type"):  # pydantic's words name a class of ours, or Python's
+        return "Input should be an object"
+    return detail["msg"].removeprefix("Value error, ")
+
+
 def _shown(detail: ErrorDetails) -> str:
     value = detail.get("input")
-    if detail["type"] == "missing" or not isinstance(value, str | int | float | bool | None):
+    if detail["type"] == "missing" or not isinstance(value, str | int | float):
         return ""
     text = repr(value)
     return f" (got {text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + '…'})"
