@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--quantization", default="none,int8,gguf", help="comma-separated")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp16", "bf16", "int8"])
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp16", "bf16", "int8", "fp8"])
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     steps = 12 if arguments.quick else 60

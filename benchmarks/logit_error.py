@@ -1,7 +1,7 @@
 """What quantised weights and a smaller KV cache do to a model's logits: error, perplexity, most likely tokens.
 
     python benchmarks/logit_error.py [FILE …] [--tokens 1024] [--quantizations none,int8,gguf]
-        [--kv-cache-dtypes auto,fp16,bf16,int8] [--model bundled] [--quick] [--json]
+        [--kv-cache-dtypes auto,fp16,bf16,int8,fp8] [--model bundled] [--quick] [--json]
 
 The text of the files (README.md and docs/architecture.md by default) is one prompt, computed in chunks of 64 tokens, so
 that most of its keys and values come from the cache. Every setting is compared with float32 all through, at every
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="*", default=[ROOT / "README.md", ROOT / "docs" / "architecture.md"])
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--quantizations", default="none,int8,gguf", help="comma-separated")
-    parser.add_argument("--kv-cache-dtypes", default="auto,fp16,bf16,int8", help="comma-separated")
+    parser.add_argument("--kv-cache-dtypes", default="auto,fp16,bf16,int8,fp8", help="comma-separated")
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--quick", action="store_true", help="192 tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")

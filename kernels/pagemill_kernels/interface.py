@@ -4,9 +4,10 @@ The cache is one tensor ``[num_blocks, num_layers, 2, block_size, num_kv_heads, 
 contiguous across all layers and is copied or swapped in one transfer (PagedAttention, §4.3 and §4.5). Physical block 0
 is padding: no sequence owns it. A *slot* is ``block * block_size + offset``; offsets into the cache exceed 32 bits.
 
-An entry is one head's key or value of one token: ``head_dim`` numbers in the cache's dtype. In 8 bits (torch.int8) the
-four bytes of a float32 scale follow them: an element is its number times the scale, which is the largest magnitude of
-the entry / 127. So an entry is written once and never changes when others are written beside it.
+An entry is one head's key or value of one token: ``head_dim`` numbers in the cache's dtype. In 8 bits (torch.int8, or
+torch.float8_e4m3fn: OCP's e4m3) the four bytes of a float32 scale follow them: an element is its number times the
+scale, which is the largest magnitude of the entry divided by the dtype's largest number (127, 448). So an entry is
+written once and never changes when others are written beside it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from pagemill_kernels.blocks import BlockMatrix
 
 PADDING_BLOCK = 0
 SCALE_BYTES = 4
+LARGEST_NUMBER = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""What the largest element of an entry becomes, by the dtypes of caches in 8 bits."""
 Quantization = Literal["none", "int8", "gguf"]
 """How products store their weights: as they are, in 8 bits with one scale per output, or in a GGUF file's own blocks
 where it has them."""
@@ -32,7 +35,7 @@ where it has them."""
 
 def entry_elements(head_dim: int, dtype: torch.dtype) -> int:
     """Elements of a cache of ``dtype`` that one head's key or value takes."""
-    return head_dim + (SCALE_BYTES if dtype == torch.int8 else 0)
+    return head_dim + (SCALE_BYTES if dtype in LARGEST_NUMBER else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagemill_kernels.interface import PADDING_BLOCK, SCALE_BYTES, AttentionBatch, AttentionSpec, ResidentKernels
+from pagemill_kernels.interface import (
+    LARGEST_NUMBER,
+    PADDING_BLOCK,
+    SCALE_BYTES,
+    AttentionBatch,
+    AttentionSpec,
+    ResidentKernels,
+)
 
 GATHER_BYTES = 8 * 1024 * 1024
 """Most bytes of keys and values that a group of decode rows gathers at once: small enough for a last-level cache."""
@@ -91,7 +98,7 @@ class TorchKernels(ResidentKernels[TorchStep]):
         self._workspace = torch.empty(0)
 
     def serves_cache(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
-        return cache_dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8)
+        return cache_dtype in (torch.float32, torch.float16, torch.bfloat16, *LARGEST_NUMBER)
 
     def prepare(self, batch: AttentionBatch, cache: Tensor) -> TorchStep:
         rows = _write_rows(batch.slot_mapping, cache).to(cache.device)
@@ -122,14 +129,14 @@ class TorchKernels(ResidentKernels[TorchStep]):
             pair = qkv[:, :-num_kv_heads, :width]
             swapped = torch.roll(pair, width // 2, -1)
             pair.mul_(cosines).addcmul_(swapped, sines)
-        slots = cache.view(num_blocks * num_layers * 2 * block_size, num_kv_heads, entry)
+        slots = _movable(cache).view(num_blocks * num_layers * 2 * block_size, num_kv_heads, entry)
         first = step.write_rows
         if first is None:
             first = _write_rows(step.batch.slot_mapping, cache)
         rows = first + layer * 2 * block_size
         new = qkv[:, -2 * num_kv_heads :].view(-1, 2, num_kv_heads, qkv.shape[2])
-        if cache.dtype == torch.int8:
-            new = quantised_entries(new)
+        if cache.dtype in LARGEST_NUMBER:
+            new = _movable(quantised_entries(new, cache.dtype))
         slots.index_put_((rows,), new if new.dtype == slots.dtype else new.to(slots.dtype))
 
     # ------------------------------------------------------------ attention
@@ -181,15 +188,16 @@ class TorchKernels(ResidentKernels[TorchStep]):
         num_blocks, num_layers, _, block_size, num_kv_heads, entry = cache.shape
         row = block_size * num_kv_heads * entry
         needed = rows.numel() * row
-        if self._workspace.numel() < needed or self._workspace.dtype != cache.dtype:
-            self._workspace = torch.empty(needed, dtype=cache.dtype, device=cache.device)
+        pool = _movable(cache)
+        if self._workspace.numel() < needed or self._workspace.dtype != pool.dtype:
+            self._workspace = torch.empty(needed, dtype=pool.dtype, device=cache.device)
         out = self._workspace[:needed].view(-1, row)
-        torch.index_select(cache.view(num_blocks * num_layers * 2, row), 0, rows + 2 * layer, out=out)
+        torch.index_select(pool.view(num_blocks * num_layers * 2, row), 0, rows + 2 * layer, out=out)
         if unwritten is not None and unwritten.numel():
             # A masked score is not enough: NaN left by a faulty sequence would get through, as 0 * NaN.
             out.view(-1, num_kv_heads * entry).index_fill_(0, unwritten, 0)
         entries = out.view(2, size, length, num_kv_heads, entry).transpose(2, 3)
-        keys, values = dequantised_entries(entries) if cache.dtype == torch.int8 else entries
+        keys, values = dequantised_entries(entries.view(cache.dtype)) if cache.dtype in LARGEST_NUMBER else entries
         return keys, values
 
     def _plan(self, batch: AttentionBatch, cache: Tensor, window: int | None) -> tuple[list[DecodeGroup], list[Chunk]]:
@@ -222,7 +230,10 @@ class TorchKernels(ResidentKernels[TorchStep]):
         block_bytes = source.stride(0) * source.element_size()
         per_slab = max(1, COPY_BYTES // block_bytes)
         taken, put = pairs[:, 0].to(source.device), pairs[:, 1].to(destination.device)
-        flat_source, flat_destination = source.flatten(1), destination.view(destination.shape[0], -1)
+        flat_source, flat_destination = (
+            _movable(source).flatten(1),
+            _movable(destination).view(destination.shape[0], -1),
+        )
         for begin in range(0, count, per_slab):
             slab = flat_source.index_select(0, taken[begin : begin + per_slab])
             flat_destination.index_copy_(0, put[begin : begin + per_slab], slab.to(destination.device))
@@ -243,20 +254,27 @@ def _write_rows(slots: Tensor, cache: Tensor) -> Tensor:
     return torch.stack((key_rows, key_rows + block_size), 1)
 
 
-def quantised_entries(x: Tensor) -> Tensor:
-    """[..., head_dim + SCALE_BYTES] int8 of [..., head_dim]: entries of a cache in 8 bits. A key or value that is not
-    finite gets a scale that is not."""
-    x = x.float()
-    scale = x.abs().amax(-1, keepdim=True) / 127
+def _movable(pool: Tensor) -> Tensor:
+    """``pool``, or its bytes where torch does not move elements of its dtype about."""
+    return pool.view(torch.int8) if pool.dtype in LARGEST_NUMBER else pool
+
+
+def quantised_entries(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., head_dim + SCALE_BYTES] ``dtype`` of [..., head_dim]: entries of a cache in 8 bits. Numbers are rounded to
+    the nearest, ties to even. A key or value that is not finite gets a scale that is not."""
+    x, most = x.float(), LARGEST_NUMBER[dtype]
+    scale = x.abs().amax(-1, keepdim=True) / most
     inverse = torch.where(scale > 0, 1 / scale, 0)
-    numbers = (x * inverse).nan_to_num_().clamp_(-127, 127).round_().to(torch.int8)
+    numbers = (x * inverse).nan_to_num_().clamp_(-most, most)
+    if dtype == torch.int8:
+        numbers.round_()
     scale = scale + (x * 0).sum(-1, keepdim=True)
-    return torch.cat((numbers, scale.contiguous().view(torch.int8)), -1)
+    return torch.cat((_movable(numbers.to(dtype)), scale.contiguous().view(torch.int8)), -1).view(dtype)
 
 
 def dequantised_entries(entries: Tensor) -> Tensor:
-    """[..., head_dim] float32 of [..., head_dim + SCALE_BYTES] int8."""
-    scale = entries[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    """[..., head_dim] float32 of [..., head_dim + SCALE_BYTES] entries in 8 bits."""
+    scale = _movable(entries)[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return entries[..., :-SCALE_BYTES].float() * scale
 
 

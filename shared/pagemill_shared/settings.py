@@ -270,10 +270,10 @@ class ExecutionSettings(SettingsGroup):
         None, ge=1, le=4_194_304, description="longest sequence in tokens; the model's own limit by default"
     )
     block_size: int = Field(16, ge=1, le=1024, description="tokens per block")
-    kv_cache_dtype: Literal["auto", "fp16", "bf16", "int8"] = Field(
+    kv_cache_dtype: Literal["auto", "fp16", "bf16", "int8", "fp8"] = Field(
         "auto",
-        description="keys and values in the cache, --dtype by default; int8: with a scale per token and head, inside "
-        "the block; on a GPU there is auto alone",
+        description="keys and values in the cache, --dtype by default; int8 and fp8 (e4m3): with a scale per token and "
+        "head, inside the block; on a GPU there is auto alone",
     )
     num_kv_blocks: int | None = Field(
         None, ge=1, le=2**31 - 1, description="device blocks; sized from --kv-cache-memory by default"

@@ -16,7 +16,7 @@ from pagemill_testing.cpu_kernels import isa_names, loaded
 from torch import Tensor
 
 from pagemill_kernels.cpu.kernels import CpuKernels
-from pagemill_kernels.interface import AttentionBatch, AttentionSpec, Kernels
+from pagemill_kernels.interface import LARGEST_NUMBER, AttentionBatch, AttentionSpec, Kernels
 from pagemill_kernels.reference import TorchKernels, dequantised_entries, quantised_entries
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -242,43 +242,76 @@ def test_a_cache_of_another_dtype(kernels: CpuKernels, dtype: torch.dtype, cache
     assert kernels.calls == {"rotate_and_write": 1, "attention": 1}
 
 
+EIGHT_BITS = pytest.mark.parametrize("cache_dtype", list(LARGEST_NUMBER))
+
+
+@EIGHT_BITS
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("group", "block_size", "window"), [(1, 16, None), (3, 5, 100), (5, 16, None)])
 def test_a_cache_in_8_bits(
-    kernels: CpuKernels, dtype: torch.dtype, head_dim: int, group: int, block_size: int, window: int | None
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    block_size: int,
+    window: int | None,
 ) -> None:
     case = Case(MIXED, dtype=dtype, head_dim=head_dim, group=group, block_size=block_size)
-    case.cache = quantised_entries(case.cache)
+    case.cache = quantised_entries(case.cache, cache_dtype)
     case.qkv[0, -1] = 0
     spec = AttentionSpec(head_dim**-0.5, window)
     fast, fast_cache, _ = case.run(kernels, spec)
     plain, plain_cache, _ = case.run(TorchKernels(), spec)
     torch.testing.assert_close(fast, plain, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert torch.equal(fast_cache, plain_cache)  # scales included
+    assert torch.equal(fast_cache.view(torch.int8), plain_cache.view(torch.int8))  # scales included
     assert kernels.calls == {"rotate_and_write": 1, "attention": 1}
 
 
-def test_8_bits_of_rotated_keys(kernels: CpuKernels) -> None:
+def test_floats_of_8_bits_are_rounded_to_the_nearest(kernels: CpuKernels) -> None:
+    """Every number of the format, what lies half-way between neighbours, and what lies just beside that."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (numbers[1:] + numbers[:-1]) / 2
+    wanted = torch.cat((numbers, between, between.nextafter(numbers[1:]), between.nextafter(numbers[:-1])))
+    wanted = torch.cat((wanted, -wanted))
+    case = Case([(16, 16)], kv_heads=3, head_dim=64, block_size=16)
+    entries = case.qkv[:, case.num_heads :].flatten(0, 1)  # [96, 64], a view
+    entries[:, 1:] = wanted.repeat(6)[: 96 * 63].view(96, 63)
+    entries[:, 0] = 448  # a scale of 1
+    case.qkv[:, case.num_heads :] = entries.view(16, 6, 64)
+    case.cache = quantised_entries(case.cache, torch.float8_e4m3fn)
+    _, fast, _ = case.run(kernels, AttentionSpec(0.125))
+    _, plain, _ = case.run(TorchKernels(), AttentionSpec(0.125))
+    assert torch.equal(fast.view(torch.int8), plain.view(torch.int8))
+    keys = dequantised_entries(fast)[case.tables[0][0], 1, 0]
+    assert torch.equal(keys, case.qkv[:, case.num_heads : case.num_heads + 3].to(torch.float8_e4m3fn).float())
+
+
+@EIGHT_BITS
+def test_8_bits_of_rotated_keys(kernels: CpuKernels, cache_dtype: torch.dtype) -> None:
     case = Case(MIXED)
-    case.cache = quantised_entries(case.cache)
+    case.cache = quantised_entries(case.cache, cache_dtype)
     fast, fast_cache, _ = case.run(kernels, AttentionSpec(0.125), rotary_dim=64)
     plain, plain_cache, _ = case.run(TorchKernels(), AttentionSpec(0.125), rotary_dim=64)
     # Keys that are rounded differently in the last bit may end in the next number of 8 bits.
-    one = float(plain_cache[..., -4:].contiguous().view(torch.float32).max())
+    scale = plain_cache.view(torch.int8)[..., -4:].contiguous().view(torch.float32).max()
+    one = float(scale) * (1 if cache_dtype == torch.int8 else 32)
     torch.testing.assert_close(dequantised_entries(fast_cache), dequantised_entries(plain_cache), atol=one, rtol=0)
     torch.testing.assert_close(fast, plain, atol=one, rtol=0)
 
 
+@EIGHT_BITS
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_8_bits_that_are_not_finite_harm_their_row_alone(kernels: CpuKernels, poison: float) -> None:
+def test_8_bits_that_are_not_finite_harm_their_row_alone(
+    kernels: CpuKernels, poison: float, cache_dtype: torch.dtype
+) -> None:
     rows = [(21, 1), (600, 1), (40, 40)]
     case = Case(rows)
     # Bytes of unwritten slots: scales that are not numbers.
-    unwritten = torch.full_like(quantised_entries(case.cache), -1)
     table, context = case.tables[0], rows[0][0]
-    written = quantised_entries(case.cache)
-    written[table[-1], :, :, context % 16 :] = unwritten[table[-1], :, :, context % 16 :]
+    written = quantised_entries(case.cache, cache_dtype)
+    written.view(torch.int8)[table[-1], :, :, context % 16 :] = -1
     case.cache = written
     before, _, _ = case.run(kernels, AttentionSpec(0.125))
     assert before.isfinite().all()

@@ -347,18 +347,22 @@ def test_selected_set_is_the_one_that_runs() -> None:
     assert kernels.calls == {"rotate_and_write": 1, "attention": 1}
 
 
-def test_8_bit_entries_are_close_and_stand_alone() -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_8_bit_entries_are_close_and_stand_alone(dtype: torch.dtype) -> None:
     x = torch.randn(5, 3, 64) * torch.tensor([1e-3, 1.0, 1e3]).view(1, 3, 1)
     x[0, 0] = 0
-    entries = reference.quantised_entries(x)
+    entries = reference.quantised_entries(x, dtype)
     assert entries.shape == (5, 3, 68)
-    assert entries.dtype == torch.int8
-    half_a_number = x.abs().amax(-1, keepdim=True) / 127 / 2
+    assert entries.dtype == dtype
+    largest = x.abs().amax(-1, keepdim=True)
+    half_a_number = largest / 127 / 2
+    if dtype != torch.int8:  # four significant bits, down to 2^-6 of what the largest element becomes 448 of
+        half_a_number = (x.abs() / 16).clamp(min=largest / 448 * 2**-10)
     assert bool(((reference.dequantised_entries(entries) - x).abs() <= half_a_number * 1.001).all())
     for poison in (torch.nan, torch.inf):
         x[2, 1, 7] = poison
-        after = reference.quantised_entries(x)
+        after = reference.quantised_entries(x, dtype)
         others = torch.ones(5, 3, dtype=torch.bool)
         others[2, 1] = False
-        assert torch.equal(after[others], entries[others])
+        assert torch.equal(after.view(torch.int8)[others], entries.view(torch.int8)[others])
         assert not reference.dequantised_entries(after)[2, 1].isfinite().any()

@@ -32,14 +32,15 @@ def test_a_pool_takes_no_memory_before_it_is_written() -> None:
         assert int(file.read().split()[1]) - before < 25_000  # pages of 4 KiB
 
 
-def test_blocks_in_8_bits_hold_their_scales() -> None:
-    cache = KVCache(DESCRIPTION, 4, 6, 3, torch.int8, CPU)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_blocks_in_8_bits_hold_their_scales(dtype: torch.dtype) -> None:
+    cache = KVCache(DESCRIPTION, 4, 6, 3, dtype, CPU)
     assert cache.pool.shape == (7, 3, 2, 4, 2, 12)
-    assert cache.block_bytes == block_bytes(DESCRIPTION, 4, torch.int8) == cache.pool[3].nbytes
-    entries = quantised_entries(torch.randn(7, 3, 2, 4, 2, 8))
+    assert cache.block_bytes == block_bytes(DESCRIPTION, 4, dtype) == cache.pool[3].nbytes
+    entries = quantised_entries(torch.randn(7, 3, 2, 4, 2, 8), dtype)
     cache.pool.copy_(entries)
     cache.swap_out(TorchKernels(), np.array([[2, 1]], np.int32))
-    assert torch.equal(cache.host_pool[1], entries[2])
+    assert torch.equal(cache.host_pool[1].view(torch.int8), entries[2].view(torch.int8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

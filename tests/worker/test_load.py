@@ -154,7 +154,10 @@ def test_int8_products_serve_when_asked_for(source: Path, tmp_path: Path) -> Non
     assert all(len(mate.outputs) == 6 for mate in mates)
 
 
-@pytest.mark.parametrize(("name", "entry"), [("auto", 16 * 4), ("fp16", 16 * 2), ("bf16", 16 * 2), ("int8", 16 + 4)])
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [("auto", 16 * 4), ("fp16", 16 * 2), ("bf16", 16 * 2), ("int8", 16 + 4), ("fp8", 16 + 4)],
+)
 def test_the_cache_is_as_small_as_asked(name: str, entry: int, source: Path, tmp_path: Path) -> None:
     runner, hello = load_worker(
         settings(source, tmp_path, block_size=8, num_kv_blocks=40, kv_cache_dtype=name), Reports()

@@ -233,7 +233,9 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize(("seed", "cache_dtype"), [*((seed, None) for seed in range(12)), (12, torch.int8)])
+@pytest.mark.parametrize(
+    ("seed", "cache_dtype"), [*((seed, None) for seed in range(12)), (12, torch.int8), (13, torch.float8_e4m3fn)]
+)
 def test_any_course_of_events_gives_the_same_tokens(seed: int, cache_dtype: torch.dtype | None, folder: Path) -> None:
     """Arrivals, forks, recomputation and swapping at random moments, over a pool that is reused all the time."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-CACHE_DTYPES = {**DTYPES, torch.int8: 3}
+CACHE_DTYPES = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
 
 
 class Batch(Structure):

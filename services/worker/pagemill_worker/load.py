@@ -33,7 +33,7 @@ from pagemill_worker.prepare import Report, prepare_model
 from pagemill_worker.runner import Runner
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-CACHE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
+CACHE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, WorkerHello]:

@@ -277,7 +277,7 @@ INLINE void panel_values(const float* weights, const vf* factors, const C* const
     for (int n = 0; n < N; ++n) store(output + (k * N + n) * LANES, sums[k][n]);
 }
 
-INLINE const float* widen_entry(const int8_t* entry, int64_t dim, float* to) {
+template <class C> INLINE const float* widen_entry(const C* entry, int64_t dim, float* to) {
   const float unit = unit_of(entry, dim);
   for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(entry + d) * unit);
   return to;
@@ -314,10 +314,10 @@ template <int N, class C> void panel(const Attention& a, const Item& item, int64
     const int64_t count = end - tile < kTile ? end - tile : kTile;
     const int32_t offset = (int32_t)(tile - base);
     locate(a, item.row, tile, count, keys);
-    typedef typename std::conditional<std::is_same<C, int8_t>::value, float, C>::type K;
+    typedef typename std::conditional<sizeof(C) == 1, float, C>::type K;
     const K *k[kTile], *v[kTile];  // of this head
     for (int64_t i = 0; i < count; ++i) {
-      if constexpr (std::is_same<C, int8_t>::value) {
+      if constexpr (sizeof(C) == 1) {
         k[i] = widen_entry(keys[i] + at, dim, wide + i * dim);
         v[i] = widen_entry(keys[i] + at + values, dim, wide + (kTile + i) * dim);
       } else {
@@ -389,6 +389,7 @@ void run(const Attention& a, const Item& item, const Item* following, float* scr
     case kFloat16: return attend<half_t>(a, item, following, scratch);
     case kBFloat16: return attend<bf16_t>(a, item, following, scratch);
     case kInt8: return attend<int8_t>(a, item, following, scratch);
+    case kFloat8: return attend<fp8_t>(a, item, following, scratch);
   }
 }
 
@@ -471,7 +472,7 @@ EXPORT void pm_attention(void* workspace, const Batch* batch, const void* query,
     }
   }
   const int64_t decode_scratch = heads * (2 * b.head_dim + 2);
-  const int64_t wide = b.cache_dtype == kInt8 ? 2 * kTile * b.head_dim : 0;
+  const int64_t wide = b.entry() != b.head_dim ? 2 * kTile * b.head_dim : 0;
   const int64_t panel_scratch = kPanelRows * (2 * b.head_dim + kTile) + b.head_dim + wide;
   const int64_t scratch = ((decode_scratch > panel_scratch ? decode_scratch : panel_scratch) + 63) / 64 * 64;
   w.scratch.resize(scratch * threads);

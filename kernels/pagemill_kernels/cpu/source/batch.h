@@ -15,7 +15,7 @@ struct Batch {
   int32_t cache_dtype, threads;
 
   // Elements of a head's key or value of a token, with its scale where it has one.
-  int64_t entry() const { return head_dim + (cache_dtype == kInt8 ? (int64_t)sizeof(float) : 0); }
+  int64_t entry() const { return head_dim + (cache_dtype == kInt8 || cache_dtype == kFloat8 ? (int64_t)sizeof(float) : 0); }
   // Of a token, and of all keys of a block; its values follow as many elements later.
   int64_t token_elements() const { return kv_heads * entry(); }
   int64_t block_elements() const { return block_size * token_elements(); }

@@ -37,18 +37,34 @@ INLINE void put8(const float* from, int8_t* to, int64_t count) {
   for (; i < count; ++i) to[i] = (int8_t)quantised(from[i], inverse);
   memcpy(to + count, &scale, sizeof scale);
 }
+INLINE void put8(const float* from, fp8_t* to, int64_t count) {
+  typedef uint8_t vb __attribute__((vector_size(LANES)));
+  typedef uint8_t vb_loose __attribute__((vector_size(LANES), aligned(1), may_alias));
+  const float scale = scale_of(from, count, 448.0f), inverse = inverse_of(scale);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES)
+    *(vb_loose*)(to + i) = __builtin_convertvector(float8(load(from + i), inverse), vb);
+  for (; i < count; ++i) to[i].bits = float8(from[i], inverse);
+  memcpy(to + count, &scale, sizeof scale);
+}
 
 // Keys or values of all heads of a token.
 template <class Q, class C> INLINE void put_heads(const Q* from, C* to, int64_t heads, int64_t dim) {
   put(from, to, heads * dim);
 }
-template <class Q> INLINE void put_heads(const Q* from, int8_t* to, int64_t heads, int64_t dim) {
+template <class Q, class C> INLINE void put_heads8(const Q* from, C* to, int64_t heads, int64_t dim) {
   constexpr int64_t kMost = 512;
   float wide[kMost];
   for (int64_t head = 0; head < heads; ++head, from += dim, to += dim + sizeof(float)) {
     put(from, wide, dim);
     put8(wide, to, dim);
   }
+}
+template <class Q> INLINE void put_heads(const Q* from, int8_t* to, int64_t heads, int64_t dim) {
+  put_heads8(from, to, heads, dim);
+}
+template <class Q> INLINE void put_heads(const Q* from, fp8_t* to, int64_t heads, int64_t dim) {
+  put_heads8(from, to, heads, dim);
 }
 
 template <class Q, class C>
@@ -83,6 +99,7 @@ void by_cache(const Batch& b, void* qkv, int64_t heads, const void* cosines, con
     case kFloat16: return rotate_and_write<Q, half_t>(b, x, heads, c, s, rotary_dim, layer);
     case kBFloat16: return rotate_and_write<Q, bf16_t>(b, x, heads, c, s, rotary_dim, layer);
     case kInt8: return rotate_and_write<Q, int8_t>(b, x, heads, c, s, rotary_dim, layer);
+    case kFloat8: return rotate_and_write<Q, fp8_t>(b, x, heads, c, s, rotary_dim, layer);
   }
 }
 

@@ -32,9 +32,10 @@ typedef uint16_t vh_loose __attribute__((vector_size(LANES * 2), aligned(2), may
 constexpr float kInfinity = __builtin_inff();
 
 // Element types of tensors; the numbers are those of _DTYPES in kernels.py.
-enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3 };
+enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3, kFloat8 = 4 };
 struct half_t { uint16_t bits; };
 struct bf16_t { uint16_t bits; };
+struct fp8_t { uint8_t bits; };  // e4m3: sign, 4 bits of exponent (bias 7), 3 of mantissa
 
 INLINE vf splat(float x) { return x - (vf){}; }
 
@@ -87,6 +88,23 @@ INLINE vf load(const half_t* p) {
 #endif
 }
 
+// 2^-8 times each element: moved to the places of half precision's exponent and mantissa, e4m3 is that (subnormal
+// numbers, too), and `unit_of` makes up for it. e4m3's NaN becomes a number: caches have none, but scales.
+INLINE vf load(const fp8_t* p) {
+#if defined(__AVX512F__)
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbfff));
+  return (vf)_mm512_cvtph_ps(half);
+#elif defined(__AVX2__)
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
+  return (vf)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((short)0xbfff)));
+#elif defined(__aarch64__)
+  uint16_t half[LANES];
+  for (int i = 0; i < LANES; ++i) half[i] = (uint16_t)((p[i].bits & 0x80) << 8 | (p[i].bits & 0x7f) << 7);
+  return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(half)));
+#endif
+}
+
 INLINE vf load(const int8_t* p) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
@@ -124,6 +142,11 @@ template <> inline float unit_of<int8_t>(const int8_t* entry, int64_t count) {
   float unit;
   memcpy(&unit, entry + count, sizeof unit);
   return unit;
+}
+template <> inline float unit_of<fp8_t>(const fp8_t* entry, int64_t count) {
+  float unit;
+  memcpy(&unit, entry + count, sizeof unit);
+  return unit * 256.0f;  // see load
 }
 
 // ---------------------------------------------------------------- arithmetic
