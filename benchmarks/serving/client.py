@@ -55,16 +55,19 @@ def figures(answers: Sequence[Answer], load: Workload) -> Figures:
     )
 
 
-async def run(url: str, load: Workload, prompts: Sequence[str], extra: dict[str, Any]) -> list[Answer]:
+async def run(
+    url: str, load: Workload, prompts: Sequence[str], extra: dict[str, Any], limit: float = 300.0
+) -> list[Answer]:
     """
     Args:
         extra: fields that this system wants in every request.
+        limit: seconds that an answer may take.
 
     Raises:
-        RequestError: a request was refused, or its answer was not as long as asked.
+        RequestError: a request was refused, its answer was not as long as asked, or took longer than ``limit``.
     """
     waiting = list(reversed(prompts))
-    timeout = aiohttp.ClientTimeout(total=None)
+    timeout = aiohttp.ClientTimeout(total=limit)
     connector = aiohttp.TCPConnector(limit=0)
     answers: list[Answer] = []
     async with aiohttp.ClientSession(base_url=url, timeout=timeout, connector=connector) as session:
@@ -73,6 +76,8 @@ async def run(url: str, load: Workload, prompts: Sequence[str], extra: dict[str,
             while waiting:
                 try:
                     answers.append(await _request(session, load, waiting.pop(), extra))
+                except TimeoutError as error:
+                    raise RequestError(f"no whole answer within {limit:g} seconds") from error
                 except aiohttp.ClientError as error:
                     raise RequestError(f"the connection broke: {error}") from error
 

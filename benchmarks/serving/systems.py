@@ -32,6 +32,7 @@ class System:
         command: what starts it on a port of 127.0.0.1.
         body: fields that every request to it carries.
         choices: whether it knows `n`.
+        most_output: tokens of an answer that it is asked for at most, where it would take hours otherwise.
         weights: what the model's products are computed with, for the report.
     """
 
@@ -41,6 +42,7 @@ class System:
     body: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
     choices: bool = True
+    most_output: int | None = None
 
 
 def pagemill(quantization: str = "none", settings: Sequence[str] = SIZES) -> System:
@@ -82,11 +84,15 @@ def transformers(python: str, model: Path, no_token: int) -> System:
         settings = ["--continuous-batching", "--device", "cpu", "--dtype", "float32", "--port", str(port)]
         # It would take most of the machine's memory for its cache, and read all of it.
         settings += ["--cb-block-size", "32", "--cb-num-blocks", str(SEATS * 640 // 32)]
+        settings += ["--cb-max-batch-tokens", "1024"]  # of 8,192: its attention mask is as wide
         return [python, "-m", "transformers.cli.transformers", "serve", str(model), *settings, "--host", "127.0.0.1"]
 
     config = f'{{"eos_token_id": {no_token}, "pad_token_id": 0, "do_sample": false}}'
     body = {"model": str(model), "generation_config": config}
-    return System("transformers CB", "fp32", command, body, _offline(), choices=False)
+    output = 16  # at about one token per second and stream
+    return System(
+        f"transformers CB, {output} tokens each", "fp32", command, body, _offline(), choices=False, most_output=output
+    )
 
 
 def _offline() -> dict[str, str]:

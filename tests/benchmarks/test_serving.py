@@ -71,6 +71,22 @@ def test_a_refusal_names_the_reason() -> None:
     assert caught.group_contains(RequestError, match="400: .*no")
 
 
+def test_an_answer_that_never_ends_is_given_up() -> None:
+    async def hang(_: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/completions", hang)
+        async with TestServer(app) as server:
+            await run(str(server.make_url("/")), LOAD, ["p"], {}, limit=0.01)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(main())
+    assert caught.group_contains(RequestError, match=r"no whole answer within 0\.01 seconds")
+
+
 def test_figures() -> None:
     load = Workload("n=2", concurrency=1, requests=2, prompt=3, output=5, n=2)
     made = figures([Answer(10.0, 11.0, 13.0, 10), Answer(13.0, 13.5, 15.0, 10)], load)
