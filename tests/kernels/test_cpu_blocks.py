@@ -4,13 +4,14 @@ every instruction set that this machine has."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
-from pagemill_testing.cpu_kernels import assert_rows_are_independent, isa_names, loaded
+from pagemill_testing.cpu_kernels import assert_rows_are_independent, library_params, opened
 
 from pagemill_kernels.blocks import BLOCK_KINDS, BlockKind, BlockMatrix, BlockPart, block_product, dequantised
 from pagemill_kernels.cpu.kernels import CpuKernels
@@ -22,9 +23,10 @@ CPU = torch.device("cpu")
 SHAPES = [(1, 32), (7, 64), (33, 96), (131, 1536), (960, 576)]
 
 
-@pytest.fixture(scope="module", params=isa_names())
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return loaded(request.param, tmp_path_factory)
+@pytest.fixture(scope="module", params=library_params())
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
+    with opened(request.param, tmp_path_factory) as library:
+        yield library
 
 
 def stored(kind: BlockKind, weight: torch.Tensor) -> BlockPart:

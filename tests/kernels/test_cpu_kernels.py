@@ -1,10 +1,11 @@
-"""The compiled kernels against plain torch, for every instruction set that this machine has."""
+"""The compiled kernels against plain torch, for every instruction set that this machine has or emulates."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pagemill_testing.cpu_kernels import isa_names, loaded
+from pagemill_testing.cpu_kernels import library_params, opened
 from torch import Tensor
 
 from pagemill_kernels.cpu.kernels import CpuKernels
@@ -23,9 +24,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 MIXED = [(1, 1), (4, 1), (17, 1), (600, 1), (70, 70), (90, 3), (7, 7), (130, 2), (2, 1)]
 
 
-@pytest.fixture(scope="module", params=isa_names())
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return loaded(request.param, tmp_path_factory)
+@pytest.fixture(scope="module", params=library_params())
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
+    with opened(request.param, tmp_path_factory) as library:
+        yield library
 
 
 @pytest.fixture
@@ -345,7 +347,9 @@ def test_blocks_are_copied_whole(kernels: CpuKernels, dtype: torch.dtype, thread
     assert kernels.calls == {"copy_blocks": 3}
 
 
-def test_offsets_beyond_31_bits(kernels: CpuKernels) -> None:
+def test_offsets_beyond_31_bits(kernels: CpuKernels, library: ctypes.CDLL) -> None:
+    if not isinstance(library, ctypes.CDLL):
+        pytest.skip("such a cache cannot be sent to an emulator")
     # Lazily backed: only the touched pages take memory.
     blocks, layers, block_size, kv_heads, head_dim = 17_000, 64, 16, 2, 64
     shape = (blocks, layers, 2, block_size, kv_heads, head_dim)
@@ -394,8 +398,8 @@ def test_chunks_equal_the_whole(kernels: CpuKernels) -> None:
 
 def test_plain_torch_serves_what_the_kernels_do_not(kernels: CpuKernels) -> None:
     spec = AttentionSpec(0.25)
-    case = Case(MIXED, head_dim=20)
-    for result, expected in zip(case.run(kernels, spec, 20), case.run(TorchKernels(), spec, 20), strict=True):
+    case = Case(MIXED, head_dim=18)
+    for result, expected in zip(case.run(kernels, spec, 18), case.run(TorchKernels(), spec, 18), strict=True):
         assert torch.equal(result, expected)
     strided = torch.zeros(16, 1, 2, 16, 2, 64)[::2]
     kernels.copy_blocks(strided, torch.zeros(4, 1, 2, 16, 2, 64), torch.tensor([[0, 1]]))

@@ -1,12 +1,14 @@
-"""The compiled products and row operations against torch's, for every instruction set that this machine has."""
+"""The compiled products and row operations against torch's, for every instruction set that this machine has or
+emulates."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import pytest
 import torch
-from pagemill_testing.cpu_kernels import assert_rows_are_independent, isa_names, loaded
+from pagemill_testing.cpu_kernels import assert_rows_are_independent, library_params, opened
 from torch.nn import functional
 
 from pagemill_kernels.cpu.kernels import CpuKernels
@@ -19,9 +21,10 @@ SHAPES = [(1, 1), (7, 3), (16, 16), (33, 50), (96, 80), (131, 577), (960, 576)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(scope="module", params=isa_names())
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return loaded(request.param, tmp_path_factory)
+@pytest.fixture(scope="module", params=library_params())
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
+    with opened(request.param, tmp_path_factory) as library:
+        yield library
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
