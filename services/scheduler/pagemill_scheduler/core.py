@@ -207,7 +207,8 @@ class SchedulerCore:
     def _flush_deliveries(self) -> None:
         for gateway in self._state.gateways.values():
             if gateway.delivery and gateway.peer is not None:
-                self._state.send(gateway.peer, gateway.take_delivery())
+                for delivery in gateway.take_deliveries():
+                    self._state.send(gateway.peer, delivery)
             elif gateway.peer is None:
                 # Nothing can reach it now; should it come back, it gets everything anew.
                 gateway.keep(0, gateway.delivery.ended)

@@ -1,4 +1,4 @@
-"""What an event has for one gateway, gathered into one Delivery."""
+"""What an event has for one gateway, gathered into one Delivery, or into several where one would be too large."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from pagemill_scheduler.request import LogprobEntry, Request, Sequence
 
 _NO_LOGPROBS = TokenLogprobs()
+_PAGE_BYTES = 16 * 1024 * 1024
+"""About how large a delivery gets before the next one is begun: well below what a frame may hold. After a resync it
+holds all that a gateway's requests have produced."""
+_PIECE_TOKENS = 32_768
+"""Most tokens of one sequence in one entry: 6 MB with the most log-probabilities."""
+_ENTRY_BYTES = 28
+_LOGPROB_BYTES = 12
+_ITEM_BYTES = 512
+"""At least what a report or a failure takes, so that their number in a delivery stays below 65,536."""
 
 
 def pack_logprobs(rows: list[int], entries: list[LogprobEntry]) -> TokenLogprobs:
@@ -33,8 +42,45 @@ def _joined(arrays: abc.Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
+class Page:
+    """The content of one delivery."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.num_tokens = 0
+        self.columns: list[tuple[Int32Array, ...]] = []
+        self.scores: list[Float32Array] = []
+        self.tokens: list[Int32Array] = []
+        self.logprob_rows: list[int] = []
+        self.logprob_entries: list[LogprobEntry] = []
+        self.failures: list[RequestFailure] = []
+        self.reports: list[PromptReport] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.columns or self.failures or self.reports)
+
+    def build(self, epoch: int, number: int) -> Delivery:
+        arrays: dict[str, Any] = {}
+        if self.columns:
+            names = ("handles", "sequences", "offsets", "counts", "finishes", "cached_tokens")
+            arrays = {name: _joined(c) for name, c in zip(names, zip(*self.columns, strict=True), strict=True)}
+            arrays["scores"] = _joined(self.scores)
+            arrays["token_ids"] = _joined(self.tokens)
+        return Delivery(
+            epoch,
+            number,
+            **arrays,
+            logprobs=pack_logprobs(self.logprob_rows, self.logprob_entries),
+            failures=tuple(self.failures),
+            reports=tuple(self.reports),
+        )
+
+
 class DeliveryBuilder:
-    """Collects entries: many one-token entries at once as arrays, or one sequence at a time."""
+    """Collects entries: many one-token entries at once as arrays, or one sequence at a time.
+
+    What was added first is delivered first, so a request's reports never come behind its tokens.
+    """
 
     def __init__(self) -> None:
         self._ones = np.ones(0, np.int32)
@@ -42,18 +88,12 @@ class DeliveryBuilder:
 
     def reset(self) -> None:
         """Forget what was added."""
-        self._columns: list[tuple[Int32Array, ...]] = []
-        self._scores: list[Float32Array] = []
-        self._tokens: list[Int32Array] = []
-        self._num_tokens = 0
-        self._logprob_rows: list[int] = []
-        self._logprob_entries: list[LogprobEntry] = []
-        self._failures: list[RequestFailure] = []
-        self._reports: list[PromptReport] = []
+        self._full: list[Page] = []
+        self._page = Page()
         self.ended: list[Request] = []
 
     def __bool__(self) -> bool:
-        return bool(self._columns or self._failures or self._reports or self.ended)
+        return bool(self._page or self._full or self.ended)
 
     def add_rows(
         self,
@@ -68,48 +108,58 @@ class DeliveryBuilder:
         if len(tokens) > len(self._ones):
             self._ones = np.ones(2 * len(tokens), np.int32)
         ones = self._ones[: len(tokens)]
-        self._columns.append((handles, sequences, offsets, ones, finishes, cached_tokens))
-        self._scores.append(np.zeros(len(tokens), np.float32))
-        self._tokens.append(tokens)
-        self._num_tokens += len(tokens)
+        page = self._page_for((_ENTRY_BYTES + 4) * len(tokens))
+        page.columns.append((handles, sequences, offsets, ones, finishes, cached_tokens))
+        page.scores.append(np.zeros(len(tokens), np.float32))
+        page.tokens.append(tokens)
+        page.num_tokens += len(tokens)
 
     def add_sequence(self, sequence: Sequence, offset: int, tokens: Int32Array) -> None:
         """Output tokens ``offset`` … of one sequence, with their log-probabilities and its finish as it is now."""
+        while len(tokens) > _PIECE_TOKENS:
+            self._add_piece(sequence, offset, tokens[:_PIECE_TOKENS], 0, 0.0)
+            offset, tokens = offset + _PIECE_TOKENS, tokens[_PIECE_TOKENS:]
+        self._add_piece(sequence, offset, tokens, int(sequence.finish), sequence.score)
+
+    def _add_piece(self, sequence: Sequence, offset: int, tokens: Int32Array, finish: int, score: float) -> None:
         request = sequence.request
-        entry = (request.handle, sequence.index, offset, len(tokens), int(sequence.finish), request.cached_tokens)
-        self._scores.append(np.array([sequence.score], np.float32))
-        self._columns.append(tuple(np.array([value], np.int32) for value in entry))
         entries = sequence.logprobs[offset : offset + len(tokens)]
-        self._logprob_rows.extend(range(self._num_tokens, self._num_tokens + len(entries)))
-        self._logprob_entries.extend(entries)
-        self._tokens.append(tokens)
-        self._num_tokens += len(tokens)
+        num_bytes = _ENTRY_BYTES + 4 * len(tokens)
+        if entries:
+            num_bytes += sum([_LOGPROB_BYTES + 8 * len(entry.token_ids) for entry in entries])
+        page = self._page_for(num_bytes)
+        entry = (request.handle, sequence.index, offset, len(tokens), finish, request.cached_tokens)
+        page.scores.append(np.array([score], np.float32))
+        page.columns.append(tuple(np.array([value], np.int32) for value in entry))
+        page.logprob_rows.extend(range(page.num_tokens, page.num_tokens + len(entries)))
+        page.logprob_entries.extend(entries)
+        page.tokens.append(tokens)
+        page.num_tokens += len(tokens)
 
     def add_failure(self, failure: RequestFailure) -> None:
-        self._failures.append(failure)
+        self._page_for(_ITEM_BYTES + 4 * len(failure.message)).failures.append(failure)
 
     def add_reports(self, reports: abc.Sequence[PromptReport]) -> None:
         """What chunks of a request's prompt had to tell, in order."""
-        self._reports.extend(reports)
+        for report in reports:
+            told = report.logprobs
+            num_bytes = _LOGPROB_BYTES * len(told.rows) + 8 * len(told.token_ids) + report.pooled.nbytes
+            self._page_for(_ITEM_BYTES + num_bytes).reports.append(report)
 
-    def build(self, epoch: int, number: int) -> Delivery:
-        """The delivery of all that was added, and start anew."""
-        arrays: dict[str, Any] = {}
-        if self._columns:
-            names = ("handles", "sequences", "offsets", "counts", "finishes", "cached_tokens")
-            arrays = {name: _joined(c) for name, c in zip(names, zip(*self._columns, strict=True), strict=True)}
-            arrays["scores"] = _joined(self._scores)
-            arrays["token_ids"] = _joined(self._tokens)
-        delivery = Delivery(
-            epoch,
-            number,
-            **arrays,
-            logprobs=pack_logprobs(self._logprob_rows, self._logprob_entries),
-            failures=tuple(self._failures),
-            reports=tuple(self._reports),
-        )
+    def _page_for(self, num_bytes: int) -> Page:
+        """The page that takes in the next ``num_bytes``: a new one where they would make the last one too large."""
+        page = self._page
+        if page.num_bytes + num_bytes > _PAGE_BYTES and page:
+            self._full.append(page)
+            page = self._page = Page()
+        page.num_bytes += num_bytes
+        return page
+
+    def take(self) -> list[Page]:
+        """What was added, one page at least, and start anew."""
+        pages = [*self._full, self._page]
         self.reset()
-        return delivery
+        return pages
 
 
 def finish_codes(hits: list[int], full: npt.NDArray[np.bool_]) -> Int32Array:

@@ -42,13 +42,12 @@ class GatewayState:
     def knows(self, handle: int) -> bool:
         return handle in self.requests or handle in self._ended_handles
 
-    def take_delivery(self) -> Delivery:
-        """The current event's delivery, numbered; the requests that it ends wait for its acknowledgement."""
-        number = self.outgoing.next()
+    def take_deliveries(self) -> list[Delivery]:
+        """What the current event has for it, numbered; the requests that end wait until the last is acknowledged."""
         ended = self.delivery.ended
-        delivery = self.delivery.build(self.outgoing.epoch, number)
-        self.keep(number, ended)
-        return delivery
+        deliveries = [page.build(self.outgoing.epoch, self.outgoing.next()) for page in self.delivery.take()]
+        self.keep(self.outgoing.sent, ended)
+        return deliveries
 
     def acknowledge(self, number: int) -> None:
         while self._ended and self._ended[0][0] <= number:
