@@ -11,6 +11,7 @@ from pagemill_testing.prepared_models import byte_level_bpe
 from pagemill_testing.prepared_models import byte_level_ids as ids
 from transformers import PreTrainedTokenizerFast
 
+from pagemill_gateway.chat_body import ChatBody
 from pagemill_shared.manifest import prepared_folder
 from pagemill_shared.messages import FinishReason
 
@@ -158,6 +159,22 @@ def test_a_limit_of_zero_is_refused(chat: Stage, name: str) -> None:
     response = chat.post(PATH, messages=HI, **{name: 0})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == name
+
+
+def test_null_means_left_out(chat: Stage) -> None:
+    """Case 21: for every field that there is, the answer and what the scheduler gets are those without it."""
+    base = {"messages": HI, "seed": 1}
+    fields = {*ChatBody.model_fields, *ChatBody.unserved, *ChatBody.ignored} - {"messages"}
+    found = []
+    for body in [base, *(base | {name: None} for name in sorted(fields - {"seed"}))]:
+        chat.stub.replay(ids("one two"))
+        answer = chat.post(PATH, **body).json()
+        [submit] = chat.stub.submitted
+        found.append((answer["choices"], answer["usage"], submit.prompt_token_ids.tolist(), submit.sampling))
+    assert len(found) > 60
+    assert all(each == found[0] for each in found)
+    chat.stub.replay(ids("one two"))
+    assert chat.post(PATH, messages=HI, seed=None).json()["choices"] == found[0][0]
 
 
 def test_content_as_parts_is_one_text(chat: Stage) -> None:

@@ -73,6 +73,21 @@ def test_any_tokens_stream_as_they_read_whole(api: Stage, tokens: list[int], per
     assert whole(api, prompt="x")[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [({}, False), (None, False), ({"include_usage": False}, False), ({"include_usage": None}, False),
+     ({"include_usage": True}, True)],
+)  # fmt: skip
+def test_usage_comes_only_when_asked_for(api: Stage, options: Any, shown: bool) -> None:
+    """Case 10."""
+    api.stub.replay(ids("one two"))
+    events = api.events(PATH, prompt="x", stream_options=options)
+    assert [bool(event.get("usage")) for event in events] == [False] * (len(events) - 1) + [shown]
+    if options is not None:
+        for body in ({"stream": False}, {"stream": None}, {}):
+            assert error(api, prompt="x", stream_options=options, **body)["param"] == "stream_options"
+
+
 def stop_across_tokens() -> tuple[list[int], str]:
     """Tokens of TEXT, and six characters of it that straddle three tokens."""
     tokens = ids(TEXT)

@@ -69,6 +69,24 @@ def test_echo_without_tokens_is_the_prompt(api: Stage, text: str, logprobs: int 
         assert text[offset:].startswith(token)
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_echo_without_tokens_streams_as_it_reads_whole(api: Stage, logprobs: int | None) -> None:
+    """Case 18, streamed."""
+    api.stub.replay([], FinishReason.LENGTH)
+    body = {"prompt": ["Your answer: Yes", "\n1. Carl has 20"], "echo": True, "max_tokens": 0, "logprobs": logprobs}
+    whole = ask(api, **body)["choices"]
+    *events, usage = api.events(PATH, **body, stream_options={"include_usage": True})
+    assert usage["usage"]["completion_tokens"] == 0
+    choices = [event["choices"][0] for event in events]
+    for index, choice in enumerate(whole):
+        mine = [each for each in choices if each["index"] == index]
+        assert "".join(each["text"] for each in mine) == choice["text"] == body["prompt"][index]  # type: ignore[index]
+        assert [each["finish_reason"] for each in mine] == [None] * (len(mine) - 1) + ["length"]
+        for name in choice["logprobs"] or ():
+            told = [item for each in mine if each["logprobs"] for item in each["logprobs"][name]]
+            assert told == choice["logprobs"][name]
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_echo_goes_before_what_is_generated_streamed_or_not(api: Stage, logprobs: int | None, n: int) -> None:

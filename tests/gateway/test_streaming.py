@@ -9,15 +9,15 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from pagemill_testing.gateway_server import FLEET, GatewayServer, Stage, sse_events, stage
+from pagemill_testing.prepared_models import byte_level_bpe, write_prepared_model
 from pagemill_testing.prepared_models import byte_level_ids as ids
-from pagemill_testing.prepared_models import write_prepared_model
 from pagemill_testing.sockets import ipc_folder, wait_until
 from pagemill_testing.stub_scheduler import Script, StubScheduler
 from structlog.testing import capture_logs
@@ -152,9 +152,55 @@ def test_a_failure_after_some_text_is_told(api: Stage, stream: bool) -> None:
     assert error["type"] == "service_unavailable_error"
 
 
+def streamed(output: Output, while_sending: Callable[[str], None] = lambda kind: None) -> bytes:
+    """What a client gets of ``output``: the name of each choice that had news, then an end.
+
+    Args:
+        while_sending: what happens before a message of this ASGI type has been sent.
+    """
+
+    class Writer:
+        def opening(self, _: Choice) -> str:
+            return ""
+
+        def news(self, choice: Any) -> str:
+            return f"{choice.name}, "
+
+        def closing(self, _: Any) -> str:
+            return "end"
+
+    class Ended(contextlib.nullcontext[None]):
+        pass
+
+    sent: list[bytes] = []
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        while_sending(message["type"])
+        sent.append(message.get("body", b""))
+
+    async def scenario() -> None:
+        exchange = Exchange({"type": "http", "headers": []}, receive, send)
+        generation: Any = Ended()
+        generation.output = output
+        writer: Any = Writer()
+        await send_stream(exchange, generation, writer)
+
+    asyncio.run(scenario())
+    return b"".join(sent)
+
+
+def named_choice(name: str) -> Any:
+    choice = Mock(finish_reason="stop")
+    choice.name = name
+    return choice
+
+
 def test_an_answer_that_comes_when_the_wait_for_it_ends_is_not_lost() -> None:
     """The status line waits for the first output no longer than a second; here all of it comes just then."""
-    choice = Mock(finish_reason="stop")
+    choice = named_choice("all of it")
 
     class Late(Output):
         waits = 0
@@ -166,35 +212,46 @@ def test_an_answer_that_comes_when_the_wait_for_it_ends_is_not_lost() -> None:
                 raise TimeoutError
             return await super().news()
 
-    class Writer:
-        def opening(self, _: Choice) -> str:
-            return ""
+    assert streamed(Late([choice], streaming=True)) == b"all of it, end"
 
-        def news(self, _: Choice) -> str:
-            return "all of it, "
 
-        def closing(self, _: Any) -> str:
-            return "and its end"
+@pytest.mark.parametrize("when", ["http.response.start", "http.response.body"])
+def test_a_choice_that_ends_while_another_ones_news_are_sent_is_not_lost(when: str) -> None:
+    """As it happens with short answers to several prompts: the last of them ends before the status line is out."""
+    first, second, third = (named_choice(name) for name in ("first", "second", "third"))
+    output = Output([first, second, third], streaming=True)
+    output.add(first, 1)
+    late = [second, third]
 
-    class Ended(contextlib.nullcontext[None]):
-        output = Late([choice], streaming=True)
+    def end_another(kind: str) -> None:
+        if kind == when and late:
+            for choice in late:
+                output.add(choice, 1)
+            late.clear()
 
-    sent: list[bytes] = []
+    assert streamed(output, end_another) == b"first, second, third, end"
 
-    async def receive() -> Any:
-        await asyncio.Event().wait()
 
-    async def send(message: Any) -> None:
-        sent.append(message.get("body", b""))
-
-    async def scenario() -> None:
-        exchange = Exchange({"type": "http", "headers": []}, receive, send)
-        generation: Any = Ended()
-        writer: Any = Writer()
-        await send_stream(exchange, generation, writer)
-
-    asyncio.run(scenario())
-    assert b"".join(sent) == b"all of it, and its end"
+@pytest.mark.parametrize("byte", ["ð", "Ģ"])  # 0xF0, 0x80 in the tokenizer's alphabet
+@pytest.mark.parametrize("stop", [None, "zz"])
+def test_a_lone_byte_for_ever_holds_nothing_back(api: Stage, byte: str, stop: str | None) -> None:
+    """Case 3: each byte that can become no character is told at once, and the text after it arrives."""
+    lone = byte_level_bpe().token_to_id(byte)
+    assert lone is not None
+    plain = ids("the plain text, " * 5)
+    api.stub.replay([lone] * 4000, FinishReason.NOT_FINISHED, per_delivery=50)
+    with RawClient(api.gateway.port, prompt="x", stream=True, max_tokens=2000, stop=stop) as client:
+        api.stub.wait_for(lambda: api.stub.running)
+        text, head = "", b""
+        while text.count("\ufffd") < 3996:  # before the end, which would give out whatever is held back
+            head += client.socket.recv(65536)
+            text = "".join(
+                json.loads(f'"{part}"') for part in re.findall(r'"text":"([^"]*)"', head.decode("utf-8", "ignore"))
+            )
+        assert set(text) == {"\ufffd"}
+    api.stub.replay([*[lone] * 4000, *plain], per_delivery=50)
+    events = api.events(PATH, prompt="x", stop=stop)
+    assert "".join(event["choices"][0]["text"] for event in events).endswith("the plain text, " * 5)
 
 
 def test_a_client_that_does_not_read_is_cut_and_others_are_unhurt(api: Stage) -> None:

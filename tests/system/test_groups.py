@@ -160,6 +160,29 @@ def test_beam_search_equals_transformers(server: ServeCommand, reference: Refere
     check_searches(server, reference, cases, TOKENS)
 
 
+def test_widths_of_one_three_and_five_side_by_side(server: ServeCommand, reference: ReferenceModel) -> None:
+    """Case 77: each row has as many candidates as its own search takes; prompts of different length."""
+    texts = [TEXTS[17], TEXTS[0], PROMPTS[0]]
+    prompts = [reference.tokenizer(text).input_ids for text in texts]
+    assert len({len(prompt) for prompt in prompts}) == 3
+    widths = (5, 3, 1)
+    calls = [
+        start_search(server, prompt, {"beam_width": width}, 20) for prompt, width in zip(prompts, widths, strict=True)
+    ]
+    server.finish(calls)
+    agreement = Agreement("beams of several widths")
+    for prompt, width, call in zip(prompts[:2], widths, calls, strict=False):
+        [expected] = reference.search([prompt], 20, {"beam_width": width})
+        compare_search(agreement, expected, Outputs.of(call), f"width {width}")
+    greedy = server.ask(prompt=prompts[2], max_tokens=20)
+    one = Outputs.of(calls[2]).tokens[0]
+    agreement.check_equal(
+        one == greedy.token_ids, lambda: min(reference.greedy_gaps(prompts[2], greedy.token_ids)), "width 1"
+    )
+    agreement.conclude()
+    server.until_idle()
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("fields", BEAMS)

@@ -115,7 +115,7 @@ async def send_stream(exchange: Exchange, generation: Generation, writer: EventW
         while True:
             for choice in news:
                 events += writer.news(choice)
-            if output.done:
+            if output.told:
                 break
             if events:
                 await exchange.write(events.encode())
