@@ -99,10 +99,10 @@ class Totals:
         slots = [s.slot for s in victim.sequences if s.slot >= 0]
         if (table.gate[slots] >= 0).any():
             phase = "gated"
-        elif (table.length[slots] + table.pending[slots] - table.computed[slots] > 1).any():
+        elif (table.planned[slots] - table.computed[slots] > 1).any():
             phase = "prefill"
         else:
-            phase = "in flight" if (table.pending[slots] > 0).any() else "decode"
+            phase = "in flight" if (table.planned[slots] > table.length[slots]).any() else "decode"
         self.preempted[kind, phase] += 1
 
 

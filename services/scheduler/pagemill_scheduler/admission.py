@@ -34,7 +34,6 @@ def starters(request: Request) -> list[Sequence]:
     return unfinished if request.forked else unfinished[:1]
 
 
-@dataclass(slots=True)
 class Demand:
     """What starting a request on a worker takes.
 
@@ -43,9 +42,8 @@ class Demand:
         cached: leading blocks of its first sequence that the prefix cache holds; node: that of the last, or the root.
     """
 
-    blocks: int
-    cached: list[int]
-    node: int
+    def __init__(self, blocks: int, cached: list[int], node: int) -> None:
+        self.blocks, self.cached, self.node = blocks, cached, node
 
 
 def demand(state: State, worker: WorkerState, request: Request) -> Demand:

@@ -40,8 +40,6 @@ def _advance(state: State, worker: WorkerState, request: Request, entries: dict[
     candidates = [Candidates(entries[s.slot].token_ids, entries[s.slot].values) for s in running]
     outputs = [table.tokens_of(s.slot)[len(request.prompt) :] for s in running]
     continuations = beams.advance(candidates, outputs, [s.logprobs for s in running])
-    for sequence in running:
-        table.pending[sequence.slot] -= 1
     state.counters.generation_tokens += len(continuations)
     if beams.done:
         _deliver(state, request, beams)
@@ -60,6 +58,7 @@ def _advance(state: State, worker: WorkerState, request: Request, entries: dict[
         sequence.logprobs = entry_list
         table.tokens[slot, table.length[slot]] = continuation.token
         table.length[slot] += 1
+        table.planned[slot] = table.length.item(slot)
         worker.notes.chosen[slot] = continuation.token
         if state.config.prefix_caching:
             naming.name_slot(worker, slot)

@@ -22,8 +22,7 @@ class Peer(NamedTuple):
         return f"{self.side}:{self.route.hex()}"
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(NamedTuple):
     """A decoded message came from ``peer``."""
 
     now: float
@@ -60,16 +59,14 @@ class StopRequested:
 Event = Received | SendFailed | Tick | StopRequested
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Send ``message`` to ``peer``."""
 
     peer: Peer
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(NamedTuple):
     """Something that an operator should see. ``fields`` become structured log fields."""
 
     level: Literal["debug", "info", "warning", "error"]

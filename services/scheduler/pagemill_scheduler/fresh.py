@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from pagemill_scheduler.admission import Demand
+from pagemill_scheduler.arrays import joined
 from pagemill_scheduler.placement import Place
 from pagemill_scheduler.prefix_names import Run
 from pagemill_scheduler.request import Request, Status
@@ -18,7 +17,6 @@ from pagemill_shared.schema import Int32Array
 NO_KEY = 0
 
 
-@dataclass(slots=True)
 class Starting:
     """A request that starts.
 
@@ -30,15 +28,16 @@ class Starting:
         join: as the worker is told of its first sequence.
     """
 
-    request: Request
-    cached: list[int]
-    node: int
-    key: int
-    num_blocks: int
-    start: int
-    count: int
-    named: int
-    join: SequenceJoin | None = None
+    def __init__(
+        self, request: Request, taken: Demand, key: int, num_blocks: int, start: int, count: int, named: int
+    ) -> None:
+        self.request = request
+        self.cached, self.node = taken.cached, taken.node
+        self.key = key
+        self.num_blocks = num_blocks
+        self.start, self.count = start, count
+        self.named = named
+        self.join: SequenceJoin | None = None
 
 
 class Fresh:
@@ -95,7 +94,7 @@ class Fresh:
         else:
             named = (start + count) // worker.block_size
             self._keys.add(key)
-        self._gathered.append(Starting(request, taken.cached, taken.node, key, num_blocks, start, count, named))
+        self._gathered.append(Starting(request, taken, key, num_blocks, start, count, named))
         return count
 
     def start(self) -> list[Starting]:
@@ -140,7 +139,7 @@ class Fresh:
         counters.prefix_queries += length
         counters.prefix_hits += start
         if starting.cached:
-            blocks = np.concatenate([np.array(starting.cached, np.int32), blocks])
+            blocks = joined([np.array(starting.cached, np.int32), blocks])
         sequences = request.sequences
         slot = table.join(sequences[0], blocks, start + starting.count, starting.named, starting.node)
         starting.join = SequenceJoin(slot, 0, length, start, request.prompt, blocks, request.sampling)

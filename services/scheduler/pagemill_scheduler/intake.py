@@ -131,24 +131,23 @@ def _key(state: State, priority: int, now: float) -> int:
 def _refusal(state: State, request: Request) -> RequestFailure | None:
     """Why the request can never be served by the workers there are. Without a worker it waits for one."""
 
-    def refuse(code: str, message: str, param: str) -> RequestFailure:
-        return RequestFailure(request.handle, code, message, param)
-
     if state.stopping:
-        return refuse("server_stopping", "the server is stopping", "")
+        return RequestFailure(request.handle, "server_stopping", "the server is stopping", "")
     if not len(request.prompt):
-        return refuse("invalid_request", "the prompt is empty", "prompt")
+        return RequestFailure(request.handle, "invalid_request", "the prompt is empty", "prompt")
     return never_fits(state, request) if state.fleet.ready_workers else None
 
 
 def never_fits(state: State, request: Request) -> RequestFailure | None:
     """The failure of a request that no ready worker can ever run, with the numbers. Some worker must be ready."""
-    workers, vocab_size = state.ready_workers(), state.fleet.vocab_size
+    vocab_size = state.fleet.vocab_size
     if request.highest_token >= vocab_size:
         message = f"token id {request.highest_token} is outside the vocabulary of {vocab_size}"
         return RequestFailure(request.handle, "invalid_request", message, "prompt")
-    if any(can_ever_hold(state, worker, request) for worker in workers):
-        return None
+    workers = state.ready_workers()
+    for worker in workers:
+        if can_ever_hold(state, worker, request):
+            return None
     sampling = request.sampling
     longest = max(worker.max_length for worker in workers)
     if request.limit > longest:

@@ -69,13 +69,16 @@ def _check_rows(worker: WorkerState) -> None:
     _require(sum(seats.values()) == worker.seats_taken, f"{name}: seats {seats} are not {worker.seats_taken}")
     _require(int((table.gate >= 0).sum()) == table.num_gates, f"{name}: gates miscounted")
     _require(int(table.beam.sum()) == table.num_beams, f"{name}: beams miscounted")
+    siblings = sum(s.request.width > 1 for s in table.sequences())
+    _require(siblings == table.num_siblings, f"{name}: siblings miscounted")
     _require(int((table.awaits > 0).sum()) == table.num_awaiting, f"{name}: rows that wait for grammars miscounted")
     _require(int(table.chunked.sum()) == table.num_chunked, f"{name}: rows that go on in chunks miscounted")
     for slot in table.slots().tolist():
         sequence = table.sequence(slot)
         request = sequence.request
         who = f"{name} slot {slot} ({request.request_id})"
-        length, pending = int(table.length[slot]), int(table.pending[slot])
+        length = int(table.length[slot])
+        pending = int(table.planned[slot]) - length
         computed, blocks = int(table.computed[slot]), int(table.num_blocks[slot])
         _require(sequence.slot == slot and request.worker == name, f"{who}: does not know its slot")
         _require(request.status is Status.RUNNING, f"{who}: is {request.status.value}")
@@ -101,16 +104,17 @@ def _check_flights(worker: WorkerState) -> None:
     table = worker.table
     pending = np.zeros(table.capacity, np.int32)
     for flight in worker.flights:
-        np.add.at(pending, flight.slots[flight.live], 1)
+        np.add.at(pending, flight.slots[~flight.left], 1)
         for index, sequence in flight.orphans.items():
-            _require(not flight.live[index], f"{worker.identity}: token {index} has two owners")
+            _require(flight.left[index], f"{worker.identity}: token {index} has two owners")
             _require(sequence.slot < 0 or sequence.in_flight == 0, f"{worker.identity}: an orphan runs")
     slots = table.slots()
-    _require((pending[slots] == table.pending[slots]).all(), f"{worker.identity}: pending tokens miscounted")
+    expected = table.length[slots] + pending[slots]
+    _require((expected == table.planned[slots]).all(), f"{worker.identity}: pending tokens miscounted")
     _require(pending.sum() == pending[slots].sum(), f"{worker.identity}: a token is on its way to an empty slot")
     for request in {id(s.request): s.request for s in table.sequences()}.values():
         if request.beams is not None:
-            steps = {int(table.pending[s.slot]) for s in request.sequences if s.slot >= 0}
+            steps = {pending.item(s.slot) for s in request.sequences if s.slot >= 0}
             _require(len(steps) == 1, f"{worker.identity}: beams of {request.request_id} step apart")
 
 

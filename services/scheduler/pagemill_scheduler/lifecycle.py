@@ -24,7 +24,7 @@ def preempt(state: State, request: Request, why: str, *, keep_blocks: bool = Tru
     if request.beams is not None:
         # A step of a beam search moves all its beams, so it is taken back as a whole and repeated later.
         for sequence in running:
-            table.computed[sequence.slot] -= table.pending[sequence.slot]
+            table.computed[sequence.slot] -= table.planned[sequence.slot] - table.length[sequence.slot]
             if request.reports_more:  # what is on its way is not waited for
                 table.computed[sequence.slot] = min(table.computed.item(sequence.slot), request.reported)
     filled = [sequence for sequence in running if table.computed[sequence.slot] > 0]
@@ -103,7 +103,10 @@ def _release_host(state: State, request: Request, leaving: list[Sequence]) -> No
 
 def finish(state: State, worker: WorkerState, sequences: list[Sequence], codes: list[int]) -> None:
     """``sequences``, all running on ``worker``, have ended for the reasons ``codes`` (FinishReason)."""
-    if worker.table.num_gates or not all(sequence.request.forked for sequence in sequences):
+    apart = worker.table.num_gates > 0
+    for sequence in sequences:
+        apart = apart or not sequence.request.forked
+    if apart:
         for sequence, code in zip(sequences, codes, strict=True):
             sequence.finish = _REASONS[code]
             finish_one(state, sequence)

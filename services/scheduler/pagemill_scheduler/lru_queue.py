@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pagemill_shared.schema import Int32Array
-
 _NOWHERE = -1
+
+Blocks = npt.NDArray[np.intp]
 
 
 class LruQueue:
@@ -15,38 +15,39 @@ class LruQueue:
     skipped later: so all that is done is done to many blocks at once."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._queue = np.zeros(2 * num_blocks + 1, np.int32)
-        self._place = np.full(num_blocks + 1, _NOWHERE, np.int32)  # of each block in the queue
+        self._queue = np.zeros(2 * num_blocks + 1, np.intp)
+        self._place = np.full(num_blocks + 1, _NOWHERE, np.intp)  # of each block in the queue
+        self._places = np.arange(2 * num_blocks + 1)
         self._head = self._tail = 0
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def blocks(self) -> Int32Array:
+    def blocks(self) -> Blocks:
         """All, oldest first."""
         return self._fresh(self._head, self._tail)
 
-    def add(self, blocks: Int32Array | npt.NDArray[np.intp]) -> None:
+    def add(self, blocks: Blocks) -> None:
         count = len(blocks)
         if self._tail + count > len(self._queue):
             left = self.blocks()
             self._head, self._tail = 0, len(left)
             self._queue[: self._tail] = left
-            self._place[left] = np.arange(self._tail)
+            self._place[left] = self._places[: self._tail]
         end = self._tail + count
         self._queue[self._tail : end] = blocks
-        self._place[blocks] = np.arange(self._tail, end)
+        self._place[blocks] = self._places[self._tail : end]
         self._tail = end
         self._count += count
 
-    def remove(self, blocks: Int32Array) -> None:
+    def remove(self, blocks: Blocks) -> None:
         self._place[blocks] = _NOWHERE
         self._count -= len(blocks)
 
-    def take(self, count: int) -> Int32Array:
+    def take(self, count: int) -> Blocks:
         """Take out the ``count`` oldest, of at least so many."""
-        taken: list[Int32Array] = []
+        taken: list[Blocks] = []
         missing = count
         while missing:
             end = min(self._head + max(missing, 64), self._tail)
@@ -55,11 +56,11 @@ class LruQueue:
             self._head = int(self._place[fresh[-1]]) + 1 if len(fresh) == missing else end
             missing -= len(fresh)
             taken.append(fresh)
-        blocks = np.concatenate(taken)
+        blocks = taken[0] if len(taken) == 1 else np.concatenate(taken)
         self.remove(blocks)
         return blocks
 
-    def _fresh(self, start: int, end: int) -> Int32Array:
+    def _fresh(self, start: int, end: int) -> Blocks:
         blocks = self._queue[start:end]
-        fresh: Int32Array = blocks[self._place[blocks] == np.arange(start, end)]
+        fresh: Blocks = blocks[self._place[blocks] == self._places[start:end]]
         return fresh

@@ -28,17 +28,20 @@ def name_slot(worker: WorkerState, slot: int) -> None:
 def name_rows(worker: WorkerState, slots: Slots, length: Int32Array) -> None:
     """``name_slot`` for those of ``slots`` that have filled a block. They are ``length`` tokens long."""
     table = worker.table
-    known = np.minimum(length, table.computed[slots])
-    filled = (known >= table.name_at[slots]).nonzero()[0]
+    filled = (length >= table.name_at[slots]).nonzero()[0]
     if not len(filled):
         return
-    slots, known = slots[filled], known[filled]
+    slots = slots[filled]
+    known = np.minimum(length[filled], table.computed[slots])
     at = table.name_at[slots]
-    several = known >= at + worker.block_size
-    if np.count_nonzero(several):
-        for slot in slots[several].tolist():
+    after = at + table.size
+    one = (known >= at) & (known < after)
+    if np.count_nonzero(one) < len(slots):
+        for slot in slots[known >= after].tolist():
             name_slot(worker, slot)
-        slots, at = slots[~several], at[~several]
+        slots, at, after = slots[one], at[one], after[one]
+        if not len(slots):
+            return
     tokens, blocks = table.filled(slots, at)
     table.node[slots] = worker.pool.names.name_each(table.node[slots], tokens, blocks)
-    table.name_at[slots] = at + worker.block_size
+    table.name_at[slots] = after

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pagemill_scheduler.admission import Demand, demand
 from pagemill_scheduler.request import Request
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
 
 
-@dataclass(slots=True)
 class Place:
     """Where a request starts, and what it takes there."""
 
-    worker: WorkerState
-    taken: Demand
+    def __init__(self, worker: WorkerState, taken: Demand) -> None:
+        self.worker, self.taken = worker, taken
 
 
 class Claims:

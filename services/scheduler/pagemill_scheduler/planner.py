@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -26,7 +25,6 @@ SHORT_SHARE = 10
 """One in so many tokens of an iteration is for short newcomers while a longer prompt is being computed."""
 
 
-@dataclass(slots=True)
 class Draft:
     """The plan being made. ``chunks`` are (slot, start, count, samples), as in IterationPlan.prefill_chunks.
 
@@ -35,15 +33,16 @@ class Draft:
         reports: what the chunks will tell of their prompts.
     """
 
-    budget: int
-    rows: Slots = field(default_factory=lambda: _NO_SLOTS)
-    new_blocks: list[Int32Array] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    chunks: list[tuple[int, int, int, int]] = field(default_factory=list)
-    entries: list[int] = field(default_factory=list)
-    reports: list[AwaitedReport] = field(default_factory=list)
-    joined: list[SequenceJoin] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows: Slots = _NO_SLOTS
+        self.new_blocks: list[Int32Array] = []
+        self.copies: list[tuple[int, int]] = []
+        self.chunks: list[tuple[int, int, int, int]] = []
+        self.entries: list[int] = []
+        self.reports: list[AwaitedReport] = []
+        self.joined: list[SequenceJoin] = []
+        self.swap_in: list[tuple[int, int]] = []
 
 
 def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | None:
@@ -75,58 +74,60 @@ def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | 
 
 def _decode(state: State, worker: WorkerState, draft: Draft) -> None:
     table, pool = worker.table, worker.pool
-    rows, growing, shared = _make_room(state, worker)
+    rows, after, growing, shared = _make_room(state, worker)
     if len(growing):
         draft.new_blocks.append(table.grow(growing, pool.allocate(len(growing))))
     if len(shared):
         _copy_on_write(state, worker, shared.tolist(), draft)
-    table.computed[rows] += _ONE
-    table.pending[rows] += _ONE
+    table.computed[rows] = after
+    table.planned[rows] = after + _ONE
     draft.rows = rows
     draft.budget -= len(rows)
 
 
-def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Slots, Slots]:
-    """The rows that decode now; those of them that need one more block; those that write to a shared block.
+def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Int32Array, Slots, Slots]:
+    """The rows that decode now; how many tokens they have computed after that; those of them that need one more block;
+    those that write to a shared block.
 
     While there are too few free blocks, the request that comes last in order is preempted, whether it needs a block or
     not. The first in order always goes on: alone, every admitted request fits the pool.
     """
     table, pool = worker.table, worker.pool
     while True:
-        slots = table.slots()
-        length = table.length[slots] + table.pending[slots]
-        computed = table.computed[slots]
-        # A row whose last token is already on its way (pending up to its limit) sits this plan out, and so does a
+        top = table.top
+        planned, computed = table.planned[:top], table.computed[:top]
+        # A row whose last token is already on its way (planned up to its limit) sits this plan out, and so does a
         # beam whose step is out: all beams of a request step together.
-        ready = (length - computed == _ONE) & (length < table.limit[slots])
+        ready = (planned - computed == _ONE) & (planned < table.limit[:top])
         if table.num_beams or table.num_chunked or table.num_gates or table.num_awaiting:
-            ready = _hold_back(worker, slots, ready)
-        rows = slots[ready]
+            ready = _hold_back(worker, ready)
         # A row that is ready has blocks for all that is computed, and none after the one that it writes to.
-        grows = computed[ready] >= table.num_blocks[rows] * table.block_size
-        growing, writers = rows[grows], rows[~grows]
-        targets = table.last_block[writers]
-        several = pool.refs[targets] > _ONE
+        grows = computed >= table.num_blocks[:top] * table.size
+        grows &= ready
+        rows, growing = ready.nonzero()[0], grows.nonzero()[0]
         shared, need = _NO_SLOTS, len(growing)
-        if np.count_nonzero(several):
-            shared = writers[several]
-            need += _copies_needed(worker, targets[several])
+        if table.num_siblings:
+            writers = (ready & ~grows).nonzero()[0]
+            targets = table.last_block[writers]
+            several = pool.refs[targets] > _ONE
+            if np.count_nonzero(several):
+                shared = writers[several]
+                need += _copies_needed(worker, targets[several])
         if need <= pool.num_free:
-            return rows, growing, shared
-        victim = table.sequence(int(table.ordered(slots)[-1])).request
+            return rows, planned[rows], growing, shared
+        victim = table.sequence(int(table.ordered(table.slots())[-1])).request
         preempt_for(state, worker, victim, f"{need} blocks were needed to go on, {pool.num_free} were free")
 
 
-def _hold_back(worker: WorkerState, slots: Slots, ready: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """``ready`` without rows that go on in chunks, stand at a closed gate or wait for their grammar, and without beams
-    whose request has a beam that is not ready."""
-    table = worker.table
+def _hold_back(worker: WorkerState, ready: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """``ready``, with an entry for each slot up to the highest in use, without rows that go on in chunks, stand at a
+    closed gate or wait for their grammar, and without beams whose request has a beam that is not ready."""
+    table, top = worker.table, len(ready)
     for slot in np.flatnonzero(table.gate >= 0).tolist():
         table.gated(slot)
-    ready = ready & ~table.chunked[slots] & (table.gate[slots] < 0) & (table.awaits[slots] == 0)
-    ready &= ~(table.beam[slots] & (table.pending[slots] > 0))
-    beam, request = table.beam[slots], table.arrival[slots]
+    ready = ready & ~table.chunked[:top] & (table.gate[:top] < 0) & (table.awaits[:top] == 0)
+    beam, request = table.beam[:top], table.arrival[:top]
+    ready &= ~(beam & (table.planned[:top] > table.length[:top]))
     lagging = np.unique(request[beam & ~ready])
     return ready & ~(beam & np.isin(request, lagging))
 
@@ -162,14 +163,11 @@ def _copy_on_write(state: State, worker: WorkerState, slots: list[int], draft: D
 def _prefilling(worker: WorkerState) -> list[int]:
     """Slots with known tokens to compute, more than the one of a decode row; first to be served first."""
     table = worker.table
-    slots = table.slots()
-    left = table.length[slots] + table.pending[slots] - table.computed[slots]
-    behind = left > _ONE
+    top = table.top
+    behind = table.planned[:top] - table.computed[:top] > _ONE
     if table.num_chunked:
-        behind |= table.chunked[slots]
-    elif not np.count_nonzero(behind):
-        return []
-    ordered: list[int] = table.ordered(slots[behind]).tolist()
+        behind |= table.chunked[:top]
+    ordered: list[int] = table.ordered(behind.nonzero()[0]).tolist()
     return ordered
 
 
@@ -228,7 +226,7 @@ def _sample_after_prompt(worker: WorkerState, slot: int, draft: Draft) -> int:
         table.expect_chunk(slot, False)
         request.forked = True
     for sampling in slots:
-        table.pending[sampling] += 1
+        table.planned[sampling] += 1
     draft.entries.extend(slots)
     return len(slots)
 
@@ -352,6 +350,7 @@ def _would_fit(
     return fits and seated + request.seats_needed <= state.config.seats
 
 
+_NO_NUMBERS = np.zeros(0, np.int32)
 _NO_ROWS = {columns: np.zeros((0, columns), np.int32) for columns in (2, 3, 4)}
 
 
@@ -362,30 +361,45 @@ def _table(rows: list[Any], columns: int) -> Int32Array:
     return np.fromiter(chain.from_iterable(rows), np.int32, len(rows) * columns).reshape(-1, columns)
 
 
+def _list(numbers: list[int]) -> Int32Array:
+    return np.array(numbers, np.int32) if numbers else _NO_NUMBERS
+
+
 def _dispatch(worker: WorkerState, draft: Draft, now: float) -> IterationPlan:
     notes = worker.notes
     worker.num_plans += 1
     rows = draft.rows.astype(np.int32)
     chunks = _table(draft.chunks, 4)
+    match draft.new_blocks:
+        case []:
+            new_blocks = _NO_ROWS[3]
+        case [new_blocks]:
+            pass
+        case _:
+            new_blocks = np.concatenate(draft.new_blocks)
     plan = IterationPlan(
         epoch=worker.outgoing.epoch,
         iteration=worker.outgoing.next(),
-        released=np.array(notes.released, np.int32),
+        released=_list(notes.released),
         joined=tuple(draft.joined),
         forks=_table(notes.forks, 3),
-        new_blocks=np.concatenate(draft.new_blocks) if draft.new_blocks else _NO_ROWS[3],
+        new_blocks=new_blocks,
         chosen=_table(list(notes.chosen.items()), 2),
         swap_out=_table(notes.swap_out, 2),
         swap_in=_table(draft.swap_in, 2),
         block_copies=_table(draft.copies, 2),
         decode_rows=rows,
         prefill_chunks=chunks,
-        reporting=np.array([report.slot for report in draft.reports], np.int32),
+        reporting=_list([report.slot for report in draft.reports]),
     )
     worker.told()
     if not worker.flights:
         worker.progress_at = now
-    slots = np.concatenate([draft.rows, np.array(draft.entries, np.intp)]) if draft.entries else draft.rows
+    slots = draft.rows
+    if draft.entries:
+        slots = np.empty(len(rows) + len(draft.entries), np.intp)
+        slots[: len(rows)] = draft.rows
+        slots[len(rows) :] = draft.entries
     num_tokens = len(rows) + sum([count for _, _, count, _ in draft.chunks])
     worker.flights.append(Flight(plan.iteration, slots, num_tokens, now, draft.reports))
     return plan

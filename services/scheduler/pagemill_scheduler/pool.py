@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagemill_scheduler.lru_queue import LruQueue
-from pagemill_scheduler.prefix_names import Blocks, PrefixNames
+from pagemill_scheduler.arrays import joined
+from pagemill_scheduler.lru_queue import Blocks, LruQueue
+from pagemill_scheduler.prefix_names import PrefixNames
 from pagemill_shared.schema import Int32Array
 
 _ONE = np.ones((), np.int32)
@@ -30,7 +31,7 @@ class BlockPool:
         self.refs = np.zeros(num_blocks + 1, np.int32)
         self.names = PrefixNames(num_blocks, block_size)
         # A stack, lowest block on top: blocks in use stay close together.
-        self._stack = np.arange(num_blocks, 0, -1, dtype=np.int32)
+        self._stack = np.arange(num_blocks, 0, -1)
         self._unused = num_blocks
         self._evictable = LruQueue(num_blocks)
 
@@ -55,9 +56,9 @@ class BlockPool:
         """
         self.make_room(count)
         self._unused -= count
-        blocks = self._stack[self._unused : self._unused + count][::-1].copy()
+        blocks = self._stack[self._unused : self._unused + count][::-1]
         self.refs[blocks] = 1
-        return blocks
+        return blocks.astype(np.int32)
 
     def make_room(self, count: int) -> None:
         """Evict now what ``allocate`` of ``count`` blocks would evict.
@@ -70,10 +71,11 @@ class BlockPool:
 
     def share(self, blocks: Int32Array, owners: int = 1) -> None:
         """Add a reference for each of ``owners`` to each of ``blocks``, which are distinct and used or evictable."""
-        refs = self.refs[blocks]
-        if np.count_nonzero(refs) < len(blocks):
-            self._evictable.remove(blocks[refs == 0])
-        self.refs[blocks] = refs + owners
+        index = blocks.astype(np.intp)
+        refs = self.refs[index]
+        if np.count_nonzero(refs) < len(index):
+            self._evictable.remove(index[refs == 0])
+        self.refs[index] = refs + owners
 
     def leave_shared(self, block: int) -> bool:
         """Give back a reference to ``block``, if it has others; whether it had."""
@@ -90,7 +92,7 @@ class BlockPool:
             RuntimeError: a block is free already.
         """
         # The end of a sequence is evicted before its beginning, which more requests may share.
-        blocks = np.concatenate([table[::-1] for table in tables]).astype(np.intp)
+        blocks = joined([table[::-1] for table in tables]).astype(np.intp)
         refs = self.refs[blocks]
         if np.count_nonzero(refs == _ONE) == len(blocks):
             self.refs[blocks] = 0
@@ -118,13 +120,13 @@ class BlockPool:
 
     def withdraw(self, blocks: Int32Array) -> None:
         """Take their names away: what they hold is not what the names say."""
-        blocks = blocks[self.names.named[blocks]]
-        self.names.forget(blocks)
-        free = blocks[self.refs[blocks] == 0]
+        index = blocks[self.names.named[blocks]].astype(np.intp)
+        self.names.forget(index)
+        free = index[self.refs[index] == 0]
         self._evictable.remove(free)
         self._push(free)
 
-    def unused_blocks(self) -> Int32Array:
+    def unused_blocks(self) -> Blocks:
         """The free blocks without a name, in no particular order."""
         return self._stack[: self._unused]
 
@@ -133,7 +135,7 @@ class BlockPool:
         blocks: list[int] = self._evictable.blocks().tolist()
         return blocks
 
-    def _push(self, blocks: Int32Array | Blocks) -> None:
+    def _push(self, blocks: Blocks) -> None:
         self._stack[self._unused : self._unused + len(blocks)] = blocks
         self._unused += len(blocks)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
+from pagemill_scheduler.arrays import joined
+from pagemill_scheduler.lru_queue import Blocks
 from pagemill_shared.schema import Int32Array
 
 NO_SALT = 0
@@ -16,10 +16,8 @@ MAX_SALTS = 65_536
 _NOTHING = -1
 
 Nodes = npt.NDArray[np.int64]
-Blocks = npt.NDArray[np.intp]
 
 
-@dataclass(slots=True)
 class Run:
     """Full blocks of one sequence that follow each other.
 
@@ -30,10 +28,8 @@ class Run:
         blocks: [K], K >= 1.
     """
 
-    parent: int
-    key: int
-    tokens: Int32Array
-    blocks: Int32Array
+    def __init__(self, parent: int, key: int, tokens: Int32Array, blocks: Int32Array) -> None:
+        self.parent, self.key, self.tokens, self.blocks = parent, key, tokens, blocks
 
 
 class PrefixNames:
@@ -55,9 +51,14 @@ class PrefixNames:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.named = np.zeros(num_blocks + 1, np.bool_)
         self._stride = num_blocks + 1
+        self._stride_array = np.array(self._stride)  # numpy takes a number apart more slowly
         self._block_size = block_size
         # By block. np.empty: the system backs it as far as it is used.
         self._tokens = np.empty((num_blocks + 1, block_size), np.int32)
+        # The same memory, an item for each block: rows are written one number at a time.
+        self._row = np.dtype((np.void, 4 * block_size))
+        self._rows = self._tokens.view(self._row).reshape(-1)
+        self._strides = np.arange(num_blocks + 1) * self._stride
         self._node = np.full(num_blocks + 1, _NOTHING, np.int64)
         self._parent = np.full(num_blocks + 1, _NOTHING, np.int64)
         self._child = np.zeros(num_blocks + 1, np.intp)
@@ -91,8 +92,10 @@ class PrefixNames:
             if not first:
                 break
             chain = self._chain(first, len(ahead))
-            same = (self._tokens[chain] == ahead[: len(chain)]).all(axis=1)
-            count = len(chain) if same.all() else int(same.argmin())
+            known = self._tokens.take(chain, 0)
+            count = len(chain)
+            if known.tobytes() != ahead[:count].tobytes():
+                count = int((known == ahead[:count]).all(axis=1).argmin())
             blocks += chain[:count]
             parent = self._node.item(blocks[-1])
         return blocks, parent
@@ -107,9 +110,9 @@ class PrefixNames:
         No other block has the name of the first block of a run, in this list either. So nothing follows it yet, and all
         that come after it are new, too.
         """
-        index = np.concatenate([run.blocks for run in runs]).astype(np.intp)
+        index = joined([run.blocks for run in runs]).astype(np.intp)
         nodes = self._new_nodes(index)
-        self._set(index, nodes, np.concatenate([run.tokens for run in runs]).reshape(-1, self._block_size))
+        self._set(index, nodes, joined([run.tokens for run in runs]))
         # From the last block of a run to the first of the next, too, which _attach then puts right.
         self._parent[index[1:]] = nodes[:-1]
         self._child[index[:-1]] = index[1:]
@@ -156,7 +159,7 @@ class PrefixNames:
         """
         index = blocks.astype(np.intp)
         nodes = self._new_nodes(index)
-        before = parents % self._stride
+        before = parents % self._stride_array
         # In the usual case the block before has a name and no child yet. Of siblings behind the same block one wins.
         can_be_child = (self._node[before] == parents) & (self._parent[self._child[before]] != parents)
         if np.count_nonzero(can_be_child) == len(blocks):
@@ -176,26 +179,25 @@ class PrefixNames:
                 nodes[i] = self.name_run(parents.item(i), tokens[i], blocks[i : i + 1])
         return nodes
 
-    def forget(self, blocks: Int32Array | Blocks) -> None:
+    def forget(self, blocks: Blocks) -> None:
         """Take their names away from ``blocks``, all of which have one."""
-        blocks = blocks.astype(np.intp)
         keys = self._key[blocks]
-        for key in keys[keys != 0].tolist():
+        for key in keys[keys.nonzero()[0]].tolist():
             self._block_of.pop(key, None)
         self._node[blocks] = _NOTHING
         self._parent[blocks] = _NOTHING
         self.named[blocks] = False
 
     def _new_nodes(self, blocks: Blocks) -> Nodes:
-        first, stride = self._serial + 1, self._stride
+        first = np.array((self._serial + 1) * self._stride)
         self._serial += len(blocks)
-        nodes: Nodes = np.arange(first * stride, (first + len(blocks)) * stride, stride)
-        nodes += blocks
+        nodes: Nodes = self._strides[: len(blocks)] + blocks
+        nodes += first
         return nodes
 
     def _set(self, blocks: Blocks, nodes: Nodes, tokens: Int32Array) -> None:
         self._node[blocks] = nodes
-        self._tokens[blocks] = tokens
+        self._rows[blocks] = tokens.reshape(-1).view(self._row)
         self._key[blocks] = 0
         self.named[blocks] = True
 
@@ -204,10 +206,10 @@ class PrefixNames:
         before = parent % self._stride
         if before and self._node.item(before) == parent:
             child = self._child.item(before)
-            if self._parent.item(child) == parent and (self._tokens[child] == tokens).all():
+            if self._parent.item(child) == parent and self._tokens[child].tobytes() == tokens.tobytes():
                 return child
         block = self._block_of.get(self.key(parent, tokens), 0)
-        if block and self._parent.item(block) == parent and (self._tokens[block] == tokens).all():
+        if block and self._parent.item(block) == parent and self._tokens[block].tobytes() == tokens.tobytes():
             return block
         return 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from pagemill_scheduler import beam_step, grammars, lifecycle, naming
 from pagemill_scheduler.deliveries import finish_codes
@@ -31,7 +30,8 @@ def apply_result(state: State, worker: WorkerState, result: IterationResult) -> 
         raise ProtocolError(f"iteration {flight.iteration} has {len(slots)} tokens to sample, got {len(tokens)}")
     vocab_size = worker.hello.vocab_size
     # Without its sign, the -1 of a faulty row is a large number.
-    complete = np.count_nonzero(tokens.view(np.uint32) < vocab_size) == len(tokens)
+    unsigned = tokens.view(np.uint32)
+    complete = not len(tokens) or unsigned.item(unsigned.argmax()) < vocab_size
     if not complete and tokens.max() >= vocab_size:
         raise ProtocolError(f"token {tokens.max()} is outside the vocabulary of {vocab_size}")
     entries, candidates = _entries(result.logprobs), _entries(result.candidates)
@@ -40,15 +40,16 @@ def apply_result(state: State, worker: WorkerState, result: IterationResult) -> 
 
     if flight.reports:
         _take_reports(state, worker, flight, result)
-    sampled = tokens >= 0
     if flight.orphans or not complete:
-        _take_exceptions(state, worker, flight, result, sampled, entries)
+        _take_exceptions(state, worker, flight, result, entries)
     worker.flights.popleft()
-    if complete and flight.all_live and not worker.table.num_beams:
+    if complete and not flight.any_left and not worker.table.num_beams:
         if len(slots):
-            _record(state, worker, np.arange(len(slots)), slots, tokens, entries)
+            _record(state, worker, None, slots, tokens, entries)
         return
-    good = flight.live & sampled
+    good = ~flight.left
+    if not complete:
+        good &= tokens >= 0
     if worker.table.num_beams:
         beam = good & worker.table.beam[slots]
         beam_step.advance_all(state, worker, flight, np.flatnonzero(beam), candidates)
@@ -63,7 +64,6 @@ def _take_exceptions(
     worker: WorkerState,
     flight: Flight,
     result: IterationResult,
-    sampled: npt.NDArray[np.bool_],
     entries: dict[int, LogprobEntry],
 ) -> None:
     """Tokens for sequences that were preempted meanwhile, and rows without a token."""
@@ -71,8 +71,8 @@ def _take_exceptions(
     for index, sequence in flight.orphans.items():
         token, fault = int(result.token_ids[index]), faults.get(int(flight.slots[index]))
         _take_orphan(state, worker, sequence, token, entries.get(index), fault)
-    for faulty in np.flatnonzero(flight.live & ~sampled):
-        if flight.live[faulty]:  # failing a row takes the others of its request out of the flight, too
+    for faulty in np.flatnonzero(~flight.left & (result.token_ids < 0)):
+        if not flight.left[faulty]:  # failing a row takes the others of its request out of the flight, too
             slot = int(flight.slots[faulty])
             _fail_row(state, worker, worker.table.sequence(slot).request, faults.get(slot))
 
@@ -100,7 +100,7 @@ def _take_reports(state: State, worker: WorkerState, flight: Flight, result: Ite
 def _record(
     state: State,
     worker: WorkerState,
-    indices: Slots,
+    indices: Slots | None,
     slots: Slots,
     tokens: Int32Array,
     entries: dict[int, LogprobEntry],
@@ -108,7 +108,8 @@ def _record(
     """One vectorised pass over the rows with a token; Python runs only for those that end or want log-probabilities.
 
     Args:
-        indices: [K] where in the result ``tokens`` stood; ``entries`` are listed by this.
+        indices: [K] where in the result ``tokens`` stood, None if they are all there were; ``entries`` are listed by
+            this.
         slots, tokens: [K].
     """
     table = worker.table
@@ -122,7 +123,7 @@ def _record(
     if state.config.prefix_caching:
         naming.name_rows(worker, slots, length)
 
-    offsets = length - table.prompt_length[slots] - 1
+    offsets = length - table.first_output[slots]
     if not table.num_logprobs:
         _deliver_rows(state, worker, slots, finishes, offsets, tokens)
     else:
@@ -130,7 +131,7 @@ def _record(
         for i in wants.nonzero()[0].tolist():
             sequence = table.sequence(slots.item(i))
             sequence.finish = FinishReason(finishes.item(i))
-            sequence.logprobs.append(entries[indices.item(i)])
+            sequence.logprobs.append(entries[i if indices is None else indices.item(i)])
             sequence.request.gateway.delivery.add_sequence(sequence, offsets.item(i), tokens[i : i + 1])
         others = (~wants).nonzero()[0]
         if len(others):
@@ -235,12 +236,12 @@ def _check_entries(
     if not (table.num_logprobs or table.num_beams or flight.orphans):
         return
     beam = table.beam[flight.slots]
-    wanted = {int(i) for i in np.flatnonzero(flight.live & table.logprobs[flight.slots] & ~beam)}
+    wanted = {int(i) for i in np.flatnonzero(~flight.left & table.logprobs[flight.slots] & ~beam)}
     wanted |= {i for i, sequence in flight.orphans.items() if sequence.request.sampling.logprobs is not None}
     missing = [i for i in wanted - entries.keys() if tokens[i] >= 0]
     if missing:
         raise ProtocolError(f"log-probabilities of tokens {sorted(missing)} are missing")
-    for index in np.flatnonzero(flight.live & beam & (tokens >= 0)) if worker.table.num_beams else ():
+    for index in np.flatnonzero(~flight.left & beam & (tokens >= 0)) if worker.table.num_beams else ():
         least = table.sequence(int(flight.slots[index])).request.sampling.num_candidates
         found = len(candidates[int(index)].token_ids) if int(index) in candidates else 0
         if found < min(least, worker.hello.vocab_size):

@@ -7,11 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from pagemill_scheduler.request import Sequence
+from pagemill_scheduler.request import Request, Sequence
 from pagemill_shared.schema import Int32Array
-
-STOP_IDS_WIDTH = 8
-"""Stop and end tokens checked in the vectorised pass; rows with more are checked one by one."""
 
 _NONE = -1
 _ONE = np.ones((), np.int32)
@@ -26,16 +23,16 @@ class SlotTable:
     Attributes:
         tokens: [capacity, max_blocks * block_size] prompt and output of each row.
         length: [capacity] known tokens.
-        pending: [capacity] tokens that plans in flight will sample.
+        planned: [capacity] known tokens once the plans in flight are done: what they sample counts.
         computed: [capacity] leading tokens whose keys and values are computed once the plans in flight are done.
-        limit: [capacity] most tokens, prompt included.
-        prompt_length, min_length: [capacity]; end tokens count only from min_length on.
+        limit: [capacity] most tokens, prompt included; 0 for an empty slot.
+        first_output, min_length: [capacity] the prompt's length + 1; end tokens count only from min_length on.
+        size: the block size as numpy takes it soonest.
         blocks: [capacity, max_blocks] block tables; num_blocks: [capacity] entries used; last_block: [capacity] the
             last of them, kept apart so that a pass over the rows need not visit every block table.
-        stop_ids: [STOP_IDS_WIDTH, capacity] padded with -1; many_stops: [capacity] bool, more than fit there.
         logprobs: [capacity] bool, wants log-probabilities.
-        num_beams, num_chunked, num_gates, num_awaiting, num_logprobs, num_many_stops: rows with such a thing, to skip
-            what concerns none.
+        num_beams, num_chunked, num_gates, num_awaiting, num_logprobs, num_siblings: rows with such a thing, to skip
+            what concerns none; siblings are sequences of a request that has, or will have, several.
         handle, sequence_index, gateway: [capacity] where its tokens are delivered to.
         cached: [capacity] prompt tokens that the prefix cache spared.
         name_at: [capacity] tokens with which its next block is full and can be offered to the prefix cache.
@@ -50,7 +47,7 @@ class SlotTable:
         key, arrival: [capacity] int64, the request's rank; priority: [capacity].
     """
 
-    def __init__(self, capacity: int, max_length: int, block_size: int) -> None:
+    def __init__(self, capacity: int, max_length: int, block_size: int, vocab_size: int) -> None:
         self.capacity, self.max_length, self.block_size = capacity, max_length, block_size
         max_blocks = -(-max_length // block_size)
         # np.empty: the system backs these lazily, row by row, as far as sequences really grow.
@@ -61,16 +58,16 @@ class SlotTable:
         self._flat_blocks = self.blocks.reshape(-1)
         self._block_tokens = self.tokens.reshape(-1, block_size)
         self._first_token = np.arange(0, self.tokens.size, self.tokens.shape[1])
+        self._first_block = np.arange(0, self.blocks.size, max_blocks)
+        self.size = np.array(block_size, np.int32)  # numpy takes a number apart more slowly
         self.length = np.zeros(capacity, np.int32)
-        self.pending = np.zeros(capacity, np.int32)
+        self.planned = np.zeros(capacity, np.int32)
         self.computed = np.zeros(capacity, np.int32)
         self.limit = np.zeros(capacity, np.int32)
-        self.prompt_length = np.zeros(capacity, np.int32)
+        self.first_output = np.zeros(capacity, np.int32)
         self.min_length = np.zeros(capacity, np.int32)
         self.num_blocks = np.zeros(capacity, np.int32)
         self.last_block = np.zeros(capacity, np.intp)
-        self.stop_ids = np.full((STOP_IDS_WIDTH, capacity), _NONE, np.int32)
-        self.many_stops = np.zeros(capacity, np.bool_)
         self.logprobs = np.zeros(capacity, np.bool_)
         self.handle = np.zeros(capacity, np.int32)
         self.sequence_index = np.zeros(capacity, np.int32)
@@ -87,13 +84,14 @@ class SlotTable:
         self.arrival = np.zeros(capacity, np.int64)
         self.priority = np.zeros(capacity, np.int32)
         self.node = np.zeros(capacity, np.int64)
-        self.num_beams = self.num_chunked = self.num_gates = self.num_logprobs = self.num_many_stops = 0
-        self.num_awaiting = 0
+        self.num_beams = self.num_chunked = self.num_gates = self.num_logprobs = 0
+        self.num_awaiting = self.num_siblings = 0
         self._sequences: list[Sequence | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._used = np.zeros(capacity, np.bool_)
         self._slots: Slots | None = None
-        self._stop_ids_used = 0  # rows of stop_ids that are not all -1
+        # By token: how many rows it ends. Most tokens end none, so one look-up tells the few that must be looked at.
+        self._ends = np.zeros(vocab_size, np.int32)
 
     def __len__(self) -> int:
         return self.capacity - len(self._free)
@@ -121,6 +119,12 @@ class SlotTable:
             self._slots = self._used.nonzero()[0]
         return self._slots
 
+    @property
+    def top(self) -> int:
+        """All slots in use are below. A pass over the columns up to here costs less than picking out rows."""
+        slots = self.slots()
+        return slots.item(-1) + 1 if len(slots) else 0
+
     def ordered(self, slots: Slots) -> Slots:
         """``slots``, first to be served first."""
         if len(slots) < 2:
@@ -141,7 +145,7 @@ class SlotTable:
         slot = self._seat(sequence)
         length = len(sequence.tokens)
         self.tokens[slot, :length] = sequence.tokens
-        self.length[slot] = length
+        self.length[slot] = self.planned[slot] = length
         self.computed[slot] = computed
         self.blocks[slot, : len(blocks)] = blocks
         self.num_blocks[slot] = len(blocks)
@@ -152,26 +156,17 @@ class SlotTable:
     def reserve(self, sequence: Sequence) -> int:
         """Give ``sequence`` a slot that stays idle, without tokens and blocks, until ``fork`` fills it."""
         slot = self._seat(sequence)
-        self.length[slot] = self.computed[slot] = self.num_blocks[slot] = 0
+        self.length[slot] = self.planned[slot] = self.computed[slot] = self.num_blocks[slot] = 0
         return slot
 
     def _seat(self, sequence: Sequence) -> int:
         slot = self._free.pop()
         request, sampling = sequence.request, sequence.request.sampling
-        self.pending[slot] = 0
-        self.prompt_length[slot] = len(request.prompt)
+        self.first_output[slot] = len(request.prompt) + 1
         self.limit[slot] = min(request.limit, self.max_length)
         self.min_length[slot] = min(len(request.prompt) + sampling.min_tokens, 2**31 - 1)
-        stops = request.end_ids
-        count = min(len(stops), STOP_IDS_WIDTH)
-        self._stop_ids_used = max(self._stop_ids_used, count)
-        for place, token in enumerate(stops[:count]):
-            self.stop_ids[place, slot] = token
-        if self._stop_ids_used > count:
-            self.stop_ids[count : self._stop_ids_used, slot] = _NONE
-        if len(stops) > count:
-            self.many_stops[slot] = True
-            self.num_many_stops += 1
+        self._count_ends(request, 1)
+        self.num_siblings += request.width > 1
         if sampling.logprobs is not None:
             self.logprobs[slot] = True
             self.num_logprobs += 1
@@ -191,22 +186,31 @@ class SlotTable:
         sequence.slot = slot
         return slot
 
+    def _count_ends(self, request: Request, rows: int) -> None:
+        ends = self._ends
+        for token in request.end_ids:
+            if token < len(ends):  # others are never sampled
+                ends[token] += rows
+
     def fork(self, parent: int, child: int) -> None:
         """Make ``child``, which is idle, the twin of ``parent``: same tokens, same block table."""
         length, blocks = self.length.item(parent), self.num_blocks.item(parent)
         self.tokens[child, :length] = self.tokens[parent, :length]
         self.blocks[child, :blocks] = self.blocks[parent, :blocks]
-        self.length[child], self.num_blocks[child] = length, blocks
+        self.length[child] = self.planned[child] = length
+        self.num_blocks[child] = blocks
         self.last_block[child] = self.last_block.item(parent)
         self.computed[child] = self.computed.item(parent)
         self.name_at[child], self.node[child] = self.name_at.item(parent), self.node.item(parent)
 
     def grow(self, slots: Slots, blocks: Int32Array) -> Int32Array:
         """Append one of ``blocks`` to the block table of each of ``slots``; [K, 3] (slot, position, block)."""
+        count = self.num_blocks[slots]
         grown = np.empty((len(slots), 3), np.int32)
-        grown[:, 0], grown[:, 1], grown[:, 2] = slots, self.num_blocks[slots], blocks
-        self.blocks[slots, grown[:, 1]] = blocks
-        self.num_blocks[slots] += 1
+        grown[:, 0], grown[:, 1], grown[:, 2] = slots, count, blocks
+        self._flat_blocks[self._first_block[slots] + count.astype(np.intp)] = blocks
+        count += _ONE
+        self.num_blocks[slots] = count
         self.last_block[slots] = blocks
         return grown
 
@@ -233,19 +237,20 @@ class SlotTable:
             if self.num_logprobs and self.logprobs[slot]:
                 self.logprobs[slot] = False
                 self.num_logprobs -= 1
-            if self.num_many_stops and self.many_stops[slot]:
-                self.many_stops[slot] = False
-                self.num_many_stops -= 1
             if self.num_chunked:
                 self.expect_chunk(slot, False)
             if self.num_gates:
                 self._open_gate(slot)
             if self.num_awaiting:
                 self.go_on(slot)
+            self._count_ends(sequence.request, -1)
+            self.num_siblings -= sequence.request.width > 1
             sequence.slot = -1
             self._sequences[slot] = None
             self._free.append(slot)
         self._used[slots] = False
+        # Such a row is never ready and has nothing left to compute.
+        self.limit[slots] = self.planned[slots] = self.computed[slots] = 0
         self._slots = None
         return left
 
@@ -287,28 +292,26 @@ class SlotTable:
     def append(self, slots: Slots, tokens: Int32Array) -> Int32Array:
         """Record one sampled token for each of ``slots``, which are distinct; their new lengths."""
         length = self.length[slots]
-        self._flat_tokens[self._first_token[slots] + length] = tokens
+        places = self._first_token[slots]
+        places += length.astype(np.intp)
+        self._flat_tokens[places] = tokens
         length += _ONE
         self.length[slots] = length
-        self.pending[slots] = self.pending[slots] - _ONE
         return length
 
     def filled(self, slots: Slots, ends: Int32Array) -> tuple[Int32Array, Int32Array]:
         """[K, block_size] the tokens of the block of each of ``slots`` that ends before position ``ends``; [K] the
         blocks."""
-        places = (self._first_token[slots] + ends) // self.block_size - 1
-        return self._block_tokens[places], self._flat_blocks[places]
+        places = (ends // self.size - _ONE).astype(np.intp)
+        places += self._first_block[slots]
+        return self._block_tokens.take(places, 0), self._flat_blocks[places]
 
     def stopped(self, slots: Slots, tokens: Int32Array, length: Int32Array) -> list[int]:
         """For which of ``slots``, by place, the token just appended, which made it ``length`` long, is an end or stop
         token."""
         hits: list[int] = []
-        for stop_ids in self.stop_ids[: self._stop_ids_used]:
-            hit = stop_ids[slots] == tokens
-            if np.count_nonzero(hit):
-                hits += hit.nonzero()[0].tolist()
-        if self.num_many_stops:
-            for i in self.many_stops[slots].nonzero()[0].tolist():
-                if tokens[i] in self.sequence(slots.item(i)).request.end_ids:
-                    hits.append(i)
-        return [i for i in dict.fromkeys(hits) if length.item(i) >= self.min_length.item(slots.item(i))]
+        for i in self._ends[tokens.astype(np.intp)].nonzero()[0].tolist():
+            slot = slots.item(i)
+            if tokens.item(i) in self.sequence(slot).request.end_ids and length.item(i) >= self.min_length.item(slot):
+                hits.append(i)
+        return hits

@@ -33,37 +33,39 @@ class AwaitedReport:
     orphan: bool = False
 
 
-@dataclass(slots=True, eq=False)
 class Flight:
     """A plan that was sent and has no result yet.
 
     Attributes:
         slots: [K] the slot behind each token that the result will hold, in the result's order.
-        live: [K] False where the sequence has left the slot since.
+        left: [K] True where the sequence has left the slot since; any_left: whether there are such.
         orphans: sequences preempted since, by index into ``slots``: their tokens still count.
         num_tokens: tokens that the plan computes.
         reports: those that the result will hold, in its order.
     """
 
-    iteration: int
-    slots: Slots
-    num_tokens: int
-    dispatched_at: float
-    reports: list[AwaitedReport] = field(default_factory=list)
-    live: npt.NDArray[np.bool_] = field(init=False)
-    all_live: bool = True
-    orphans: dict[int, Sequence] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.live = np.ones(len(self.slots), np.bool_)
+    def __init__(
+        self, iteration: int, slots: Slots, num_tokens: int, dispatched_at: float, reports: list[AwaitedReport]
+    ) -> None:
+        self.iteration = iteration
+        self.slots = slots
+        self.num_tokens = num_tokens
+        self.dispatched_at = dispatched_at
+        self.reports = reports
+        self.left: npt.NDArray[np.bool_] = np.zeros(len(slots), np.bool_)
+        self.any_left = False
+        self.orphans: dict[int, Sequence] = {}
 
     def forget(self, gone: npt.NDArray[np.bool_], orphans: dict[int, Sequence]) -> None:
         """The sequences in the slots that are True in ``gone`` leave them. As one of ``orphans``, which are listed by
         slot, a sequence still takes the tokens that are on its way."""
-        indices = (gone[self.slots] & self.live).nonzero()[0]
+        going = gone[self.slots]
+        if self.any_left:
+            going &= ~self.left
+        indices = going.nonzero()[0]
         if len(indices):
-            self.all_live = False
-            self.live[indices] = False
+            self.any_left = True
+            self.left[indices] = True
         if orphans:
             for index in indices.tolist():
                 orphan = orphans[int(self.slots[index])]
@@ -139,7 +141,8 @@ class WorkerState:
     def lowest_priority(self) -> int:
         """The highest number among the priorities of its running requests; lower than any without one."""
         slots = self.table.slots()
-        return int(np.maximum.reduce(self.table.priority[slots], initial=-(2**31)))
+        priorities = self.table.priority[slots]
+        return priorities.item(priorities.argmax()) if len(slots) else -(2**31)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -154,11 +157,10 @@ class WorkerState:
         table = self.table
         by_slot = {sequence.slot: sequence for sequence in sequences}
         slots = np.array(list(by_slot), np.intp)
-        awaited = np.count_nonzero(table.pending[slots]) or any(flight.reports for flight in self.flights)
         self.pool.release([table.blocks_of(slot) for slot in by_slot])
         for slot in table.leave(slots):
             self.notes.left(slot)
-        if awaited:
+        if self.flights:
             gone = np.zeros(table.capacity, np.bool_)
             gone[slots] = True
             for flight in self.flights:
