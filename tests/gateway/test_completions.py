@@ -245,8 +245,9 @@ def test_a_bias_that_is_refused(api: Stage, bias: dict[str, Any]) -> None:
     assert error(api, prompt="x", logit_bias=bias)["param"].startswith("logit_bias")
 
 
-def test_an_unknown_field_is_refused_by_name(api: Stage) -> None:
-    refusal = error(api, prompt="x", max_token=5)
+@pytest.mark.parametrize("value", [5, None])
+def test_an_unknown_field_is_refused_by_name(api: Stage, value: int | None) -> None:
+    refusal = error(api, prompt="x", max_token=value)
     assert refusal["param"] == "max_token"
     assert "max_token" in refusal["message"]
 

@@ -72,6 +72,9 @@ def refused(api: Stage, path: str = TEXT, **fields: Any) -> dict[str, Any]:
         ({"structured_outputs": {"json": SCHEMA}}, '{\n  "a": 12\n}', "12"),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, '{"a": 12}', "12"),
         ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, '{"a":12}', '{"a": 12}'),
+        ({"structured_outputs": {"json": True}}, '[1, {"a": "b"}]', "x"),
+        ({"structured_outputs": {"json": "true"}}, "12", "x"),
+        ({"guided_json": True}, '"a"', "a"),
         ({"structured_outputs": {"json_object": True}}, "{}", "1"),
         ({"structured_outputs": {"regex": "[a-c]{2}/\\d"}}, "ab/7", "abc/7"),
         ({"structured_outputs": {"regex": "^(yes|no)$"}}, "yes", "yesno"),
@@ -119,7 +122,7 @@ def test_what_asks_for_nothing(api: Stage, path: str, nothing: dict[str, Any]) -
         ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema", "no meaning"),
         ({"response_format": schema_format({"type": "strin"})}, "response_format.json_schema.schema", "strin"),
         ({"response_format": schema_format({"not": {}})}, "response_format.json_schema.schema", "not"),
-        ({"response_format": schema_format({"enum": []})}, "response_format.json_schema.schema", "Unsatisfiable"),
+        ({"response_format": schema_format({"enum": []})}, "response_format.json_schema.schema", "no text matches"),
         ({"response_format": schema_format([1])}, "response_format.json_schema.schema", "dictionary"),
         ({"response_format": {"type": "json_object", "extra": 1}}, "response_format.extra", "Extra"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
@@ -127,13 +130,32 @@ def test_what_asks_for_nothing(api: Stage, path: str, nothing: dict[str, Any]) -
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "empty"),
         ({"structured_outputs": {"regex": "a(?=b)"}}, "structured_outputs.regex", "look-around"),
-        ({"structured_outputs": {"regex": "[a--a]"}}, "structured_outputs.regex", ""),
+        ({"structured_outputs": {"regex": "[a--a]"}}, "structured_outputs.regex", "no text matches"),
+        ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs.regex", "300,000 steps"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "empty"),
         ({"structured_outputs": {"choice": ["a"] * 1025}}, "structured_outputs.choice", "at most 1024"),
         ({"structured_outputs": {"grammar": "start: nope"}}, "structured_outputs.grammar", "nope"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "Expecting"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is no JSON"),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json", "object"),
+        ({"structured_outputs": {"json": False}}, "structured_outputs.json", "allows no answer"),
+        ({"structured_outputs": {"json": '{"x-guidance": {}}'}}, "structured_outputs.json", "x-guidance"),
+        ({"structured_outputs": {"json": '{"minimum": 1e400}'}}, "structured_outputs.json", "must be finite"),
+        (
+            {"response_format": schema_format({"oneOf": [{"type": "number"}, {"type": "integer"}]})},
+            "response_format.json_schema.schema",
+            "with anyOf it can",
+        ),
+        (
+            {"response_format": schema_format({"items": {"x-guidance": {"lenient": True}, "not": {}}})},
+            "response_format.json_schema.schema",
+            "items: x-guidance is not supported",
+        ),
+        (
+            {"response_format": schema_format({"enum": [[i] for i in range(2500)]})},
+            "response_format.json_schema.schema",
+            "more than 2,000 items",
+        ),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "Extra"),
         ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "cannot be combined with guided_regex"),
@@ -163,7 +185,7 @@ def test_a_grammar_that_is_too_complex_at_its_first_token(api: Stage) -> None:
     words = " ".join(f"r{i}" for i in range(1000))
     rules = "\n".join(f'r{i}: "a"? "b"? r{(i * 7 + 1) % 1000}?' for i in range(1000))
     error = refused(api, structured_outputs={"grammar": f"start: {words}\n{rules}"})
-    assert "Too many items" in error["message"]
+    assert "20,000 items" in error["message"]
 
 
 def test_deeply_nested_schemas_are_refused_and_harm_nobody(api: Stage) -> None:
@@ -200,14 +222,38 @@ def test_one_that_takes_too_long_is_refused_while_others_go_on(api: Stage, monke
         assert begun.wait(60)
         assert grammar_of(api) == "", "one without a grammar"
         assert grammar_of(api, guided_regex="quick") != "", "and one with"
-        monkeypatch.setattr(grammar_checker, "MAX_CHECK_S", 0.05)
+        monkeypatch.setattr(grammar_checker, "MAX_CHECK_S", 0.5)
         error = refused(api, guided_regex="slow2")
         assert error["param"] == "guided_regex"
-        assert "to compile" in error["message"]
+        assert "was not compiled within 0.5 s" in error["message"]
         busy = api.post(TEXT, **ask(TEXT, guided_regex="quick, but both threads are taken"))
         assert (busy.status_code, busy.json()["error"]["code"]) == (503, "grammar_checker_busy")
         gate.set()
         assert slow.result().status_code == 200
+
+
+def test_many_that_explode_at_once_are_refused_each_by_name_and_one_check_serves_all_that_are_equal(
+    api: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, compiled = grammar_checker.as_grammar, []
+
+    def counting(constraint: Any, text: str) -> str:
+        compiled.append(text)
+        return real(constraint, text)
+
+    monkeypatch.setattr(grammar_checker, "as_grammar", counting)
+    regexes = ["(b{1000}){1000}", "c{1000000}"] * 4
+    with ThreadPoolExecutor(9) as threads:
+        asked = [threads.submit(api.post, TEXT, **ask(TEXT, guided_regex=regex)) for regex in regexes]
+        assert grammar_of(api) == "", "one without a grammar"
+        answers = [future.result() for future in asked]
+    assert {answer.status_code for answer in answers} == {400}
+    errors = [answer.json()["error"] for answer in answers]
+    assert {error["param"] for error in errors} == {"guided_regex"}
+    assert all("300,000 steps" in error["message"] for error in errors)
+    assert sorted(compiled) == sorted(set(regexes))
+    assert refused(api, guided_regex=regexes[0])["message"] == errors[0]["message"]
+    assert len(compiled) == 2, "what was refused is remembered"
 
 
 @pytest.mark.parametrize(

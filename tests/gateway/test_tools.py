@@ -331,19 +331,136 @@ def test_each_format_reads_what_it_enforces(parser: str, text: str, markers: boo
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"tool_choice": "required", "use_beam_search": True, "n": 2}, "use_beam_search"),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
-        (
-            {
-                "tool_choice": "required",
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}],
-            },
-            "tools",
-        ),
     ],
 )
 def test_refused(api: Stage, fields: dict[str, Any], param: str) -> None:
     response = api.post(PATH, **{"messages": HI, "tools": [WEATHER, NOW], **fields})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"].startswith(param)
+
+
+def function(name: str, parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", "required"])
+@pytest.mark.parametrize("path", [PATH, "/tokenize"])
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"type": "string"}, 'must have "type": "object", but its type is "string"'),
+        ({"enum": ["a"]}, 'must have "type": "object", but its type is missing'),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "its type is missing"),
+        ({"type": "object", "properties": {"a": {"type": "strin"}}}, 'properties.a.type: "strin" is no type'),
+        ({"type": "object", "properties": {"a": {"minimum": 1e999}}}, "properties.a.minimum: a number must be finite"),
+        ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance is not supported"),
+        ("no schema", "dictionary"),
+    ],
+)
+def test_parameters_that_are_none_are_refused_by_name(
+    api: Stage, path: str, choice: str, parameters: Any, words: str
+) -> None:
+    raw = json.dumps({"messages": HI, "tools": [NOW, function("f", parameters)], "tool_choice": choice})
+    response = api.client.post(path, content=raw.replace("Infinity", "1e999"))
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == "tools[1].function.parameters"
+    assert error["message"].startswith("tools[1].function.parameters: ")
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("unenforceable", "words"),
+    [
+        ({"a": {"not": {}}}, "cannot be enforced with not"),
+        ({"a": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}, "with anyOf it can"),
+        ({"a": {"type": "string", "pattern": "^a{1000000}$"}}, "the pattern '^a{1000000}$': is too complex"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name_where_it_must_be(
+    api: Stage, unenforceable: dict[str, Any], words: str
+) -> None:
+    bad = function("bad", {"type": "object", "properties": unenforceable, "required": ["a"]})
+    answer_with(api, "ok")
+    assert choice_of(api, tools=[NOW, bad])["finish_reason"] == "stop", "nothing is enforced"
+    assert api.post(PATH, messages=HI, tools=[NOW, bad], tool_choice=named("now")).status_code == 200, "nothing of it"
+    form = {"type": "json_object"}
+    for fields in [{"tool_choice": "required"}, {"tool_choice": named("bad")}, {"response_format": form}]:
+        response = api.post(PATH, **{"messages": HI, "tools": [NOW, bad], **fields})
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["param"] == "tools[1].function.parameters"
+        assert words in error["message"]
+    broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+    error = api.post(PATH, messages=HI, tools=[NOW], response_format=broken).json()["error"]
+    assert error["param"] == "response_format.json_schema.schema"
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}])
+def test_a_function_without_parameters_is_called_without_arguments(api: Stage, parameters: Any) -> None:
+    answer_with(api, NOW_CALL)
+    choice_of(api, tools=[function("now", parameters)], tool_choice="required")
+    assert accepts(api, NOW_CALL)
+    assert not accepts(api, NOW_CALL.replace("{}", '{"a": 1}'))
+
+
+def test_a_schema_as_text_leaves_room_for_calls_too(api: Stage) -> None:
+    answer_with(api, '{"a": 1}')
+    for schema in [json.dumps({"type": "object", "required": ["a"]}), True]:
+        choice_of(api, structured_outputs={"json": schema})
+        assert accepts(api, '{"a": 1}')
+        assert accepts(api, CALL)
+        assert not accepts(api, "Hello")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(
+    ("text", "stop", "include", "arguments", "reason"),
+    [
+        (CALL, "Par", False, ['{"city": "'], "stop"),
+        (CALL, '"get_weather"', True, [""], "stop"),
+        (CALL, "is", True, ['{"city": "Paris'], "stop"),
+        (CALL, "}", False, ['{"city": "Paris"'], "stop"),
+        (CALL, "}", True, [PARIS], "tool_calls"),
+        (CALL, "</tool_call>", False, [PARIS], "tool_calls"),
+        (f"{CALL}\n{NOW_CALL}", "now", False, [PARIS], "tool_calls"),
+        (f"{NOW_CALL}\n{CALL}", "Paris", False, ["{}", '{"city": "'], "stop"),
+        (CALL, "name", False, [], "stop"),
+    ],
+)
+def test_a_call_that_a_stop_string_cuts_ends_for_it(
+    api: Stage, text: str, stop: str, include: bool, arguments: list[str], reason: str, choice: str, stream: bool
+) -> None:
+    answer_with(api, text)
+    fields = {"stop": [stop], "include_stop_str_in_output": include, "tool_choice": choice}
+    if stream:
+        events = api.events(PATH, messages=HI, tools=[WEATHER, NOW], **fields)
+        _, calls, found = joined(events)
+        told = [call["arguments"] for call in calls]
+    else:
+        answer = choice_of(api, **fields)
+        found = answer["finish_reason"]
+        assert answer["stop_reason"] == stop
+        told = [call["function"]["arguments"] for call in answer["message"].get("tool_calls", [])]
+    assert (told, found) == (arguments, reason)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_token_cuts_ends_for_it(api: Stage, stream: bool) -> None:
+    answer_with(api, CALL[: CALL.index("is")], FinishReason.STOP_TOKEN)  # whose own text, the r, does not show
+    if stream:
+        _, calls, reason = joined(api.events(PATH, messages=HI, tools=[WEATHER, NOW], tool_choice="required"))
+        assert ([call["arguments"] for call in calls], reason) == (['{"city": "Pa'], "stop")
+        return
+    answer = choice_of(api, tool_choice="required")
+    assert answer["finish_reason"] == "stop"
+    [call] = answer["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "Pa'
 
 
 # ---------------------------------------------------------------- OpenAI's client

@@ -18,7 +18,7 @@ from pagemill_gateway.logprobs import chat_entries, finite
 from pagemill_gateway.prompt import Prompt
 from pagemill_gateway.streaming import ChoiceEvents, quote, send_stream, send_whole
 from pagemill_gateway.tokenizer import TextTokenizer
-from pagemill_gateway.tool_answers import Tools, ToolStream, finish_reason
+from pagemill_gateway.tool_answers import Tools, ToolStream
 from pagemill_gateway.tool_prompt import needs_text, with_tools_as_text
 
 
@@ -128,12 +128,12 @@ def _whole(tokenizer: TextTokenizer, generation: Generation, body: ChatBody, too
     choices = []
     for choice in generation.answers():
         text, entries = choice.take()
-        answer = {"content": text} if tools is None else tools.read(text)
+        answer, reason = ({"content": text}, choice.finish_reason) if tools is None else tools.read(choice, text)
         item: dict[str, Any] = {
             "index": choice.index,
             "message": {"role": "assistant", **answer, "refusal": None},
             "logprobs": {"content": chat_entries(tokenizer, entries)} if body.logprobs else None,
-            "finish_reason": finish_reason(choice, "tool_calls" in answer),
+            "finish_reason": reason,
             "stop_reason": choice.stop_reason,
         }
         if body.ranked:
@@ -194,8 +194,9 @@ class ChatEvents(ChoiceEvents):
         if self._tools is None:
             return self._event(choice, "{}", finish=self.finish(choice, choice.finish_reason))
         stream = self._streams.setdefault(choice, self._tools.stream())
-        events = "".join(self._event(choice, delta) for delta in stream.finish())
-        return events + self._event(choice, "{}", finish=self.finish(choice, finish_reason(choice, stream.has_calls)))
+        deltas, reason = stream.finish(choice)
+        events = "".join(self._event(choice, delta) for delta in deltas)
+        return events + self._event(choice, "{}", finish=self.finish(choice, reason))
 
     def _event(self, choice: Choice, delta: str, logprobs: str = "null", finish: str = "null") -> str:
         return (

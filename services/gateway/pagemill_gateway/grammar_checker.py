@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from pagemill_gateway.errors import ApiError
+from pagemill_gateway.json_schemas import SchemaError, patterns_of, read_schema
 from pagemill_gateway.structured_outputs import Constraint
 from pagemill_shared.errors import RequestError
+from pagemill_shared.grammar_errors import in_our_words
 from pagemill_shared.grammar_limits import PARSER_LIMITS
 from pagemill_shared.manifest import ModelManifest
 from pagemill_shared.sampling import MAX_GRAMMAR
@@ -32,9 +38,11 @@ if TYPE_CHECKING:
 MAX_SOURCE = 65_536
 """Most characters of a schema (as JSON), a regular expression, a grammar, all choices or all tools together."""
 MAX_CHECK_S = 5.0
-"""Most seconds that a check may take."""
+"""Most seconds that a check may take, from when it was asked for."""
 _REMEMBERED = 256
-"""Accepted constraints that need no second check."""
+"""Constraints that need no second check."""
+_STEPS = 4
+"""Tokens that a grammar is tried with."""
 _MAX_REASON = 300
 _THREADS = 2
 
@@ -44,7 +52,7 @@ blanks for ever."""
 
 
 class GrammarChecker:
-    """Checks for one model.
+    """Checks for one model. Requests with the same constraint share one check, and what it has found.
 
     Args:
         tokenizer: gives ``tokenizer.json``; called when the first constraint comes.
@@ -53,15 +61,15 @@ class GrammarChecker:
     def __init__(self, tokenizer: Callable[[], str], manifest: ModelManifest) -> None:
         self._tokenizer_json = tokenizer
         self._manifest = manifest
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
-        self._accepted: OrderedDict[tuple[str, bool, str], str] = OrderedDict()
-        """Grammars by kind, spacing and text."""
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar", initializer=_give_way)
+        self._running: dict[Constraint, asyncio.Task[str | RequestError]] = {}
+        self._found: OrderedDict[Constraint, str | RequestError] = OrderedDict()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def check(self, constraint: Constraint | None) -> str:
-        """The grammar as the worker gets it; empty for no constraint.
+        """The grammar as the worker gets it; empty for no constraint. Takes at most ``MAX_CHECK_S``.
 
         Raises:
             ApiError: 400 naming the field, or 503 when the threads are taken by the constraints of others.
@@ -69,37 +77,83 @@ class GrammarChecker:
         if constraint is None:
             return ""
         text = source_text(constraint)
-        key = (constraint.kind, constraint.spaced, text)
-        known = self._accepted.get(key)
-        if known is not None:
-            self._accepted.move_to_end(key)
-            return known
-        begun = threading.Event()
+        key = replace(constraint, source=text, parts=tuple(replace(part, source=None) for part in constraint.parts))
+        found = self._found.get(key)
+        if found is None:
+            if key not in self._running:
+                self._running[key] = asyncio.ensure_future(self._find(key, constraint, text))
+            found = await asyncio.shield(self._running[key])
+        else:
+            self._found.move_to_end(key)
+        if isinstance(found, RequestError):
+            raise ApiError.of(found)
+        return found
+
+    async def _find(self, key: Constraint, constraint: Constraint, text: str) -> str | RequestError:
+        """The grammar or why it is refused. What was found without haste is remembered."""
+        begun: list[float] = []
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, constraint, text, begun)
+        found: str | RequestError
         try:
-            grammar = await asyncio.wait_for(work, MAX_CHECK_S)
+            found = await asyncio.wait_for(work, MAX_CHECK_S)
         except TimeoutError:
-            if not begun.is_set():
+            # One that was begun late is not known to be at fault: most of the time went to those before it.
+            if not begun or time.monotonic() - begun[0] < MAX_CHECK_S / 2:
                 message = f"{constraint.field}: too many grammars are being checked; try again"
-                raise ApiError(503, message, param=constraint.field, code="grammar_checker_busy") from None
-            raise ApiError.of(_refusal(constraint, f"takes more than {MAX_CHECK_S:.0f} s to compile")) from None
-        except RequestError as error:
-            raise ApiError.of(error) from None
-        self._accepted[key] = grammar
-        if len(self._accepted) > _REMEMBERED:
-            self._accepted.popitem(last=False)
+                return RequestError(message, code="grammar_checker_busy", param=constraint.field)
+            return _refusal(constraint.field, f"was not compiled within {MAX_CHECK_S:g} s")
+        except RequestError as error:  # without the frames that it came through, which hold the matcher
+            found = RequestError(error.message, code=error.code, param=error.param)
+        finally:
+            del self._running[key]
+        self._found[key] = found
+        if len(self._found) > _REMEMBERED:
+            self._found.popitem(last=False)
+        return found
+
+    def _compile(self, constraint: Constraint, text: str, begun: list[float]) -> str:
+        begun.append(time.monotonic())
+        tokenizer = self._tokenizer(constraint)
+        try:
+            grammar = self._tried(constraint, text, tokenizer)
+        except RequestError:
+            for part in constraint.parts:
+                self._tried(part, source_text(part), tokenizer)
+            raise
+        self._check_patterns(constraint, tokenizer)
         return grammar
 
-    def _compile(self, constraint: Constraint, text: str, begun: threading.Event) -> str:
-        begun.set()
+    def _check_patterns(self, constraint: Constraint, tokenizer: LLTokenizer) -> None:
+        """Tries every pattern of the schemas by itself: within them its turn may come late."""
+        for part in constraint.parts or (constraint,):
+            patterns = patterns_of(read_schema(part.source)) if part.kind == "json" else set()
+            for pattern in sorted(patterns):
+                schema = json.dumps({"type": "string", "pattern": pattern})
+                try:
+                    self._tried(replace(part, parts=()), schema, tokenizer)
+                except RequestError as error:
+                    reason = error.message.removeprefix(f"{part.field}: ")
+                    raise _refusal(part.field, f"the pattern {pattern!r:.100}: {reason}") from None
+
+    def _tried(self, constraint: Constraint, text: str, tokenizer: LLTokenizer) -> str:
+        """The grammar, once it has let a few tokens through.
+
+        Raises:
+            RequestError: it does not.
+        """
         grammar = as_grammar(constraint, text)
-        limits = LLParserLimits(**PARSER_LIMITS)
-        matcher = LLMatcher(self._tokenizer(constraint), grammar, log_level=0, limits=limits)
-        mask = b"" if matcher.is_error() else matcher.compute_bitmask()
-        if matcher.is_error():
-            raise _refusal(constraint, _first_lines(matcher.get_error()))
-        if not np.frombuffer(mask, np.uint8).any():
-            raise _refusal(constraint, "no text matches it")
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+        for _step in range(_STEPS):
+            mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+            if matcher.is_error():
+                raise _refusal(constraint.field, in_our_words(matcher.get_error()))
+            allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+            if not allowed.size:
+                raise _refusal(constraint.field, "no text matches it")
+            going_on = allowed[~np.isin(allowed, self._manifest.eos_token_ids)]
+            if not going_on.size:
+                break
+            matcher.consume_token(int(going_on[0]))  # that a text with one way on is too long shows only then
         return grammar
 
     def _tokenizer(self, constraint: Constraint) -> LLTokenizer:
@@ -119,6 +173,25 @@ class GrammarChecker:
         return LLTokenizer(self._tokenizer_json(), eos_token=list(self._manifest.eos_token_ids))
 
 
+def _give_way() -> None:
+    """Streams that run come before grammars to come. Linux has priorities of threads."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def schema_of(constraint: Constraint) -> dict[str, Any]:
+    """The schema of a constraint of kind ``json``.
+
+    Raises:
+        ApiError: it is none, or too large.
+    """
+    try:
+        source_text(constraint)
+        return read_schema(constraint.source)
+    except SchemaError as error:
+        raise ApiError.of(_refusal(constraint.field, str(error))) from None
+
+
 def source_text(constraint: Constraint) -> str:
     """What the constraint was made from, as one text.
 
@@ -129,7 +202,7 @@ def source_text(constraint: Constraint) -> str:
     text = source if isinstance(source, str) else json.dumps(source, ensure_ascii=False)
     if len(text) > MAX_SOURCE:
         reason = f"has {len(text)} characters, at most {MAX_SOURCE} are allowed"
-        raise ApiError.of(_refusal(constraint, reason))
+        raise ApiError.of(_refusal(constraint.field, reason))
     return text
 
 
@@ -141,19 +214,20 @@ def as_grammar(constraint: Constraint, text: str) -> str:
     """
     try:
         grammar = _grammar(constraint, text)
+    except SchemaError as error:
+        raise _refusal(constraint.field, str(error)) from None
     except (ValueError, RecursionError) as error:
-        raise _refusal(constraint, _first_lines(str(error))) from None
+        raise _refusal(constraint.field, in_our_words(str(error))) from None
     if len(grammar) > MAX_GRAMMAR:
-        raise _refusal(constraint, f"makes a grammar of {len(grammar)} characters, at most {MAX_GRAMMAR} are allowed")
+        raise _refusal(
+            constraint.field, f"makes a grammar of {len(grammar)} characters, at most {MAX_GRAMMAR} are allowed"
+        )
     return grammar
 
 
 def _grammar(constraint: Constraint, text: str) -> str:
     if constraint.kind == "json":
-        schema = json.loads(text)
-        if not isinstance(schema, dict):
-            raise ValueError("a JSON schema must be an object")
-        return LLMatcher.grammar_from_json_schema(schema, overrides=json_options(spaced=constraint.spaced))
+        return LLMatcher.grammar_from_json_schema(read_schema(text), overrides=json_options(spaced=constraint.spaced))
     if constraint.kind == "lark":
         return LLMatcher.grammar_from_lark(text)
     if constraint.kind == "choice":
@@ -177,8 +251,8 @@ def lark_string(text: str) -> str:
     return json.dumps(text)
 
 
-def _refusal(constraint: Constraint, reason: str) -> RequestError:
-    return RequestError(f"{constraint.field}: {reason}", code="invalid_value", param=constraint.field)
+def _refusal(field: str, reason: str) -> RequestError:
+    return RequestError(f"{field}: {reason}", code="invalid_value", param=field)
 
 
 def _first_lines(text: str) -> str:

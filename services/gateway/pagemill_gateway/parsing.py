@@ -21,7 +21,7 @@ R = TypeVar("R", bound=RequestBody)
 
 
 def parse_body(cls: type[R], raw: bytes) -> R:
-    """The request in ``raw``. A field that is null is one that was left out.
+    """The request in ``raw``. A known field that is null is one that was left out.
 
     Raises:
         ApiError: 400, naming the field where there is one.
@@ -32,7 +32,8 @@ def parse_body(cls: type[R], raw: bytes) -> R:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if type(data) is not dict:
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    data = {name: _whole(value) for name, value in data.items() if value is not None}
+    known = cls.model_fields.keys() | cls.unserved.keys() | cls.ignored
+    data = {name: _whole(value) for name, value in data.items() if value is not None or name not in known}
     for name, accepts in cls.unserved.items():
         if name in data and not accepts(data.pop(name)):
             raise ApiError(400, accepts.refusal(name), param=name, code="unsupported_parameter")

@@ -22,14 +22,16 @@ class Constraint:
 
     Attributes:
         field: the request's field that asks for it.
-        source: a JSON schema as an object or as JSON text, a regular expression, texts, or a grammar.
+        source: a JSON schema as an object, a boolean or JSON text, a regular expression, texts, or a grammar.
         spaced: whether JSON may have blanks and line breaks between its parts.
+        parts: the schemas of other fields that a grammar was made of, so that the one at fault can be named.
     """
 
     field: str
     kind: Kind
     source: Any
     spaced: bool = True
+    parts: tuple[Constraint, ...] = ()
 
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -66,7 +68,7 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
@@ -96,7 +98,7 @@ class StructuredFields(BaseModel):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, max_length=MAX_CHOICES)
     guided_grammar: str | None = None

@@ -128,6 +128,12 @@ class CallScanner:
         self._held = ""  # arguments that came before the name
         self._any_arguments = False
 
+    @property
+    def cut(self) -> bool:
+        """Whether the call has begun and its arguments are not all there."""
+        inside = self._place is _Place.VALUE and self._key in ARGUMENT_KEYS
+        return self.begun and (inside or not self._any_arguments)
+
     def push(self, character: str, events: list[ToolEvent]) -> Progress:
         """Takes the next character and adds what it makes known. BROKEN at the first that cannot belong to a call;
         a call that has begun stays begun."""
@@ -212,7 +218,7 @@ class CallScanner:
         if not self.begun:
             return Progress.BROKEN
         if not self._any_arguments:
-            events.append(Arguments("{}"))
+            self._add_arguments("{}", events)
         self._place = _Place.DONE
         return Progress.DONE
 

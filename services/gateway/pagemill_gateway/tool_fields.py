@@ -5,13 +5,35 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from pagemill_gateway.bodies import field_error
+from pagemill_gateway.json_schemas import OPTIONS_KEYWORD, check_parameters
 
 MAX_TOOLS = 128
 MAX_CALLS = 16
 """Most calls of one answer that must call something."""
+
+
+_SCHEMA = {"type": ["object", "boolean"]}
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "description": "A JSON schema of an object. Left out or empty: the function takes no arguments.",
+    "anyOf": [
+        {"maxProperties": 0},
+        {
+            "required": ["type"],
+            "properties": {
+                "type": {"const": "object"},
+                "properties": {"type": "object", "additionalProperties": _SCHEMA},
+                "required": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+                "additionalProperties": _SCHEMA,
+                OPTIONS_KEYWORD: False,
+            },
+        },
+    ],
+}
+"""What can be said in JSON schema of a function's parameters; that they are a valid schema in depth is checked."""
 
 
 class FunctionTool(BaseModel):
@@ -21,8 +43,15 @@ class FunctionTool(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="Letters, digits, dots, dashes and underscores.")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], WithJsonSchema(PARAMETERS)] | None = None
     strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _check_parameters(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value:
+            check_parameters(value)
+        return value
 
 
 class Tool(BaseModel):

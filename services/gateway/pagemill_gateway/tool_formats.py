@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagemill_gateway.grammar_checker import json_options, lark_string
+from pagemill_gateway.json_schemas import arguments_schema
 from pagemill_gateway.tool_fields import Tool
 from pagemill_gateway.tool_parsers import Llama3Parser, MistralParser, TaggedParser, ToolCallParser
-
-ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 FormatName = Literal["hermes", "llama3", "mistral"]
 
@@ -76,7 +75,7 @@ class ToolFormat:
     def _call(self, tool: Tool) -> str:
         function = tool.function
         head = f'{{"name": {json.dumps(function.name)}, "{self.arguments_key}": '
-        return f"{lark_string(head)} {_json(function.parameters or ANY_ARGUMENTS)} {lark_string('}')}"
+        return f"{lark_string(head)} {_json(arguments_schema(function.parameters))} {lark_string('}')}"
 
 
 def _json(schema: dict[str, Any]) -> str:

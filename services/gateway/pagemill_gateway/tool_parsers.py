@@ -27,6 +27,8 @@ class ToolCallParser(ABC):
     def __init__(self, names: frozenset[str], most: int) -> None:
         self.calls = 0
         """How many have begun."""
+        self.cut = False
+        """Whether the last call that was told of has not all its arguments, as far as the answer goes."""
         self._names, self._most = names, most
         self._events: list[ToolEvent] = []
         self._blanks = ""  # content that is dropped if a call is next to it
@@ -62,14 +64,16 @@ class ToolCallParser(ABC):
     def _new_call(self) -> CallScanner:
         return CallScanner(self.calls, self._names)
 
-    def _tell(self, events: Sequence[ToolEvent]) -> None:
-        """Passes on what a scanner has told."""
+    def _tell(self, events: Sequence[ToolEvent], cut: bool) -> None:
+        """Passes on what a scanner has told of a call; ``cut`` as above."""
         for event in events:
             if isinstance(event, CallBegins):
                 self.calls += 1
                 self._blanks = ""
             if self.calls <= self._most:
                 self._events.append(event)
+        if self.calls <= self._most:
+            self.cut = cut
 
     def _told(self) -> list[ToolEvent]:
         joined: list[ToolEvent] = []
@@ -133,7 +137,7 @@ class TaggedParser(ToolCallParser):
     def _take_call(self, call: CallScanner, character: str) -> None:
         events: list[ToolEvent] = []
         progress = call.push(character, events)
-        self._tell(events)
+        self._tell(events, call.cut)
         if progress is Progress.GOES_ON:
             return
         self._call = None
@@ -200,7 +204,7 @@ class Llama3Parser(ToolCallParser):
     def _take_call(self, call: CallScanner, character: str) -> None:
         events: list[ToolEvent] = []
         progress = call.push(character, events)
-        self._tell(events)
+        self._tell(events, call.cut)
         if progress is Progress.GOES_ON:
             return
         self._call = None
@@ -278,7 +282,7 @@ class MistralParser(ToolCallParser):
         self._raw += character
         events: list[ToolEvent] = []
         progress = call.push(character, events)
-        self._tell(events)
+        self._tell(events, call.cut)
         if call.begun:
             self._raw = ""
         if progress is Progress.GOES_ON:
@@ -295,7 +299,7 @@ class MistralParser(ToolCallParser):
                 self._give_up()
                 return
             self._head, self._value, self._raw = None, ValueScanner(), ""
-            self._tell([CallBegins(self.calls, name)])
+            self._tell([CallBegins(self.calls, name)], cut=True)
             self._take_arguments(self._value, character)
         elif len(head) > 256:
             self._give_up()
@@ -304,7 +308,7 @@ class MistralParser(ToolCallParser):
 
     def _take_arguments(self, value: ValueScanner, character: str) -> None:
         progress = value.push(character)
-        self._tell([Arguments(character)])
+        self._tell([Arguments(character)], cut=progress is Progress.GOES_ON)
         if progress is not Progress.GOES_ON:
             self._value = None
 

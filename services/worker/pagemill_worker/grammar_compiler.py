@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from pagemill_shared.errors import PagemillError
+from pagemill_shared.grammar_errors import in_our_words
 from pagemill_shared.grammar_limits import PARSER_LIMITS
 from pagemill_shared.schema import Int32Array
 
@@ -48,7 +49,8 @@ class GrammarCompiler:
         matcher = self._fresh(grammar)
         matcher.consume_tokens(outputs.tolist())
         if matcher.is_error():
-            raise GrammarError(f"{len(outputs)} earlier tokens do not match the grammar: {matcher.get_error()}")
+            reason = in_our_words(matcher.get_error())
+            raise GrammarError(f"{len(outputs)} earlier tokens do not match the grammar: {reason}")
         return matcher
 
     def _fresh(self, grammar: str) -> LLMatcher:
@@ -59,7 +61,7 @@ class GrammarCompiler:
                 return kept.deep_copy()
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         if matcher.is_error():
-            raise GrammarError(matcher.get_error())
+            raise GrammarError(in_our_words(matcher.get_error()))
         with self._lock:
             self._kept[grammar] = matcher
             if len(self._kept) > KEPT:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
+from pagemill_shared.grammar_errors import in_our_words
 from pagemill_shared.grammar_limits import GRAMMAR_FAILED, GRAMMAR_TIMEOUT
 from pagemill_shared.messages import GrammarCompiled
 from pagemill_shared.schema import Int32Array
@@ -87,7 +88,7 @@ class GrammarRows:
                 continue
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)[:width]
             if matcher.is_error():
-                self._faults[slot] = (GRAMMAR_FAILED, f"the grammar cannot go on: {matcher.get_error()}"[:_MAX_REASON])
+                self._faults[slot] = (GRAMMAR_FAILED, f"the grammar cannot go on: {in_our_words(matcher.get_error())}")
             else:
                 masks[line, : mask.size] = mask
         return masks

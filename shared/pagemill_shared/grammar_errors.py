@@ -1,0 +1,88 @@
+"""What the grammar library says when it refuses a grammar, in the words of an API: no advice about options that
+nobody can set here, no drawing of the source, and the number of each limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from pagemill_shared.grammar_limits import PARSER_LIMITS
+
+MAX_REASON = 300
+_NO_TEXT = "no text matches it"
+_TOO_COMPLEX = "is too complex"
+
+_Words = str | Callable[[re.Match[str]], str]
+
+_LIBRARY: tuple[tuple[str, _Words], ...] = (
+    (r"NoExtensionBias|Regex is empty", _NO_TEXT),
+    # JSON schemas
+    (r"Unimplemented keys: \[(.*)\]", lambda m: f"cannot be enforced with {_listed(m[1])}"),
+    (
+        r"oneOf constraints are not supported",
+        "oneOf can be enforced only where its branches are of different types; with anyOf it can",
+    ),
+    (r"Unsatisfiable schema: (.*)", lambda m: f"{_NO_TEXT}: {m[1]}"),
+    (r"Unknown format: (.*)", lambda m: f"the format {m[1]!r} is not known"),
+    (r"Pointer '(.*)' does not exist", lambda m: f"$ref points to {m[1]!r}, where nothing is"),
+    (r"Resource '(.*)' is not present", lambda m: f"$ref or $schema names {m[1]!r}, but nothing outside is read"),
+    (r"circular references with sibling keys", "a $ref that leads back to itself cannot have keywords beside it"),
+    (
+        r"min/maxProperties only supported",
+        "minProperties and maxProperties can be enforced only where every key of properties is required",
+    ),
+    (r"Value for 'multipleOf' has too many digits", "multipleOf has too many digits"),
+    (r"not JSON serializable", "half a surrogate pair is no text"),
+    (r"recursion limit exceeded", "is nested too deeply"),
+    # Limits
+    (
+        r"Current row has",
+        f"{_TOO_COMPLEX}: more than {PARSER_LIMITS['max_items_in_row']:,} items at one place",
+    ),
+    (
+        r"Too many items \(limit (\d+)",
+        lambda m: (
+            f"{_TOO_COMPLEX}: one token takes more than {int(m[1]):,} items; long words cost less than "
+            "single characters, and repetitions less than recursion"
+        ),
+    ),
+    (
+        r"grammar size \(number of symbols\) too big|schema too large",
+        f"{_TOO_COMPLEX}: it makes more than {PARSER_LIMITS['max_grammar_size']:,} symbols",
+    ),
+    (
+        r"too many states",
+        f"{_TOO_COMPLEX}: its words need more than {PARSER_LIMITS['max_lexer_states']:,} states",
+    ),
+    (
+        r"too many expressions constructed|fuel|lexer configuration \(grammar\) too big",
+        f"{_TOO_COMPLEX}: its words or repetitions cost more than {PARSER_LIMITS['initial_lexer_fuel']:,} steps at the "
+        f"beginning, or {PARSER_LIMITS['step_lexer_fuel']:,} for one token",
+    ),
+    # Regular expressions
+    (
+        r"look-?arounds?,? (?:including|not supported)",
+        "look-around (also \\b, and ^ or $ in the middle) is not supported in regular expressions",
+    ),
+    (r"regex parse error: .*error: (.*?)(?: \d+ \| .*)?$", lambda m: f"a regular expression is not valid: {m[1]}"),
+    # Grammars
+    (r"Failed to convert the grammar from GBNF to Lark: (.*)", lambda m: f"is no grammar in Lark, nor in GBNF: {m[1]}"),
+    (r"unknown special token: (.*?);", lambda m: f"{m[1]} is no control token of this model"),
+    (r"Unknown common regex: (.*?);", lambda m: f"{m[1]} cannot be imported"),
+    (r"^(?:at )?(\d+)\((\d+)\): (.*?)(?: \d+ \| .*)?$", lambda m: f"line {m[1]}, column {m[2]}: {m[3]}"),
+)
+
+
+def in_our_words(message: str) -> str:
+    """``message`` of the library as a client may read it, on one line of at most ``MAX_REASON`` characters."""
+    text = " ".join(message.replace("<non-verbose/>", "").split())
+    for pattern, words in _LIBRARY:
+        found = re.search(pattern, text)
+        if found is not None:
+            text = words if isinstance(words, str) else words(found)
+            break
+    return text[:MAX_REASON]
+
+
+def _listed(names: str) -> str:
+    return ", ".join(name.strip(' "') for name in names.split(","))
