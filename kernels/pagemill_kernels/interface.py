@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 import torch
@@ -113,6 +114,19 @@ class Kernels(ABC, Generic[Step]):
     def serves_cache(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
         """Whether keys and values of ``dtype`` can lie in a cache of ``cache_dtype``."""
         return dtype == cache_dtype
+
+    def tune(
+        self, cache: Tensor, num_heads: int, dtype: torch.dtype, folder: Path, report: Callable[[str], None]
+    ) -> None:
+        """Chooses among the variants of its kernels, where it has any, by timing them over ``cache``, which it only
+        reads: some seconds, at start, before anything is recorded.
+
+        Args:
+            num_heads: query heads of the layers to come.
+            dtype: of their queries.
+            folder: where choices are kept and looked for.
+            report: told in one line each what was found.
+        """
 
     @abstractmethod
     def prepare(self, batch: AttentionBatch, cache: Tensor) -> Step:

@@ -289,6 +289,11 @@ class ExecutionSettings(SettingsGroup):
         "blocks by default",
     )
     cuda_graphs: bool = Field(True, description="on a GPU, record decode steps at start and repeat them as CUDA graphs")
+    autotune: bool = Field(
+        True,
+        description="on a GPU, time a handful of tile sizes for attention at the first start with a model, for some "
+        "seconds, and keep the fastest in the cache folder",
+    )
     num_threads: int | None = Field(
         None, ge=1, le=4096, description="CPU threads of the forward pass; measured at start by default"
     )

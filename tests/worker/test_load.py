@@ -28,6 +28,7 @@ from pagemill_worker import load
 from pagemill_worker.cache import KVCache
 from pagemill_worker.forward import HostForward, ResidentForward
 from pagemill_worker.load import load_worker
+from pagemill_worker.models.decoder import DecoderModel
 from pagemill_worker.models.registry import load_model
 
 REFERENCE = tiny_llama()
@@ -294,3 +295,23 @@ def test_how_iterations_are_computed_follows_from_device_and_kernels(
     else:
         assert isinstance(forward, HostForward)
         assert expected == "host"
+
+
+@pytest.mark.parametrize(("device", "autotune", "times"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)])
+def test_kernels_are_tuned_on_a_gpu_unless_that_is_off(
+    device: str, autotune: bool, times: int, source: Path, tmp_path: Path
+) -> None:
+    class Tuned(ShapesAlone):
+        def tune(self, cache: torch.Tensor, num_heads: int, dtype: torch.dtype, folder: Path, report: Any) -> None:
+            assert cache is pool.pool
+            assert (num_heads, dtype, folder) == (model.config.num_heads, torch.bfloat16, tmp_path)
+            report("tuned")
+
+    chosen = settings(source, tmp_path, autotune=autotune)
+    config = json.loads((source / "config.json").read_text())
+    model = load_model(source, config, 64, torch.float32, torch.device("meta"), TorchKernels())
+    assert isinstance(model, DecoderModel)
+    pool = KVCache(model.cache, 4, 2, 0, torch.float32, torch.device("meta"))
+    reports = Reports()
+    load._tune(chosen, model, pool, Tuned(), torch.device(device), torch.bfloat16, reports)
+    assert reports == ["tuned"] * times

@@ -5,8 +5,10 @@ Nothing here waits for the device: the arrays of an iteration go up from page-lo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +16,11 @@ import triton
 from torch import Tensor
 
 from pagemill_kernels.gpu import attention, blocks, write
-from pagemill_kernels.gpu.tiles import Tile, chunk_tile, decode_tile, power_of_two
+from pagemill_kernels.gpu.autotune import tuned_tiles
+from pagemill_kernels.gpu.tile_table import TileTable, made_with
+from pagemill_kernels.gpu.tiles import Tile, power_of_two
+from pagemill_kernels.gpu.timing import batch_for, device_timer
+from pagemill_kernels.gpu.tuning import TileKey, Use, fixed_tile
 from pagemill_kernels.gpu.work import NO_REDUCTION, Packed, Rows, Work, most_items, padded, plan_work
 from pagemill_kernels.interface import AttentionBatch, AttentionSpec, ResidentKernels
 from pagemill_kernels.reference import TorchKernels
@@ -81,6 +87,8 @@ class TritonKernels(ResidentKernels[TritonStep]):
         self._capability = capability
         self._staged = TorchKernels()
         self._reduced: set[tuple[Tile, int, torch.dtype]] = set()
+        self._tiles: dict[TileKey, Tile] = {}
+        """What was chosen by timing; elsewhere the fixed tiles."""
         self._is_interpreted = bool(triton.knobs.runtime.interpret)
 
     @classmethod
@@ -214,9 +222,13 @@ class TritonKernels(ResidentKernels[TritonStep]):
         starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()
         index = np.arange(contexts.size) if batch.lines is None else batch.lines.numpy()
         launches = []
-        for part, choose in ((slice(batch.num_decodes), decode_tile), (slice(batch.num_decodes, None), chunk_tile)):
+        parts: tuple[tuple[slice, Use], ...] = (
+            (slice(batch.num_decodes), "decode"),
+            (slice(batch.num_decodes, None), "chunk"),
+        )
+        for part, use in parts:
             rows = Rows(index[part], starts[:-1][part], np.diff(starts)[part], contexts[part])
-            tile = self._tile(choose, group, cache)
+            tile = self.tile(use, group, cache)
             work = self._work(rows, tile, cache, window, group)
             if not work.items.size:
                 continue
@@ -230,7 +242,7 @@ class TritonKernels(ResidentKernels[TritonStep]):
     def _plan_fixed(self, batch: AttentionBatch, cache: Tensor, window: int | None, group: int) -> list[Launch]:
         """One launch, with the most items and partial results that as many decode rows can take."""
         num_kv_heads, head_dim = cache.shape[4:]
-        tile = self._tile(decode_tile, group, cache)
+        tile = self.tile("decode", group, cache)
         work = self._padded_work(batch, tile, cache, window, group)
         return [_launch(work, tile, num_kv_heads, head_dim, cache.device)]
 
@@ -252,10 +264,39 @@ class TritonKernels(ResidentKernels[TritonStep]):
             num_processors=self._num_processors,
         )
 
-    def _tile(self, choose: Callable[[int, int, int, int], Tile], group: int, cache: Tensor) -> Tile:
+    def tile(self, use: Use, group: int, cache: Tensor) -> Tile:
+        key = self.tile_key(use, group, cache)
+        return self._tiles.get(key) or fixed_tile(key, self._capability)
+
+    def tile_key(self, use: Use, group: int, cache: Tensor) -> TileKey:
         if cache.dtype not in DTYPES:
             raise ValueError(f"a cache of {cache.dtype} is not supported; supported are {DTYPES}")
-        return choose(group, cache.shape[5], cache.itemsize, self._capability)
+        _, _, _, block_size, _, head_dim = cache.shape
+        return TileKey(use, group, head_dim, block_size, str(cache.dtype).removeprefix("torch."), cache.itemsize)
+
+    def tune(
+        self, cache: Tensor, num_heads: int, dtype: torch.dtype, folder: Path, report: Callable[[str], None]
+    ) -> None:
+        group = num_heads // cache.shape[4]
+        name = torch.cuda.get_device_name(cache.device)
+        table = TileTable(folder, name, self._capability, made_with(triton.__version__))
+        timer = device_timer(cache.device)
+
+        def time_tile(key: TileKey, tile: Tile) -> float:
+            return timer(self.attention_with(tile, key, cache, num_heads, dtype))
+
+        keys = self.tile_key("decode", group, cache), self.tile_key("chunk", group, cache)
+        self._tiles |= tuned_tiles(keys, self._capability, table, time_tile, time.monotonic, report)
+
+    def attention_with(
+        self, tile: Tile, key: TileKey, cache: Tensor, num_heads: int, dtype: torch.dtype
+    ) -> Callable[[], Tensor]:
+        """Attention of full-size rows with ``tile``, which is taken from now on."""
+        self._tiles[key] = tile
+        batch = batch_for(key, cache)
+        step = self.prepare(batch, cache)
+        query = torch.zeros((batch.slot_mapping.numel(), num_heads, key.head_dim), dtype=dtype, device=cache.device)
+        return lambda: self.attention(query, cache, step, 0, AttentionSpec(key.head_dim**-0.5))
 
     # ------------------------------------------------------------ blocks
 

@@ -59,6 +59,7 @@ def load_worker(settings: WorkerSettings, report: Report) -> tuple[Runner, Worke
     kernels = select_kernels(device, settings.cache_dir, lambda text: report(text, None), prebuilt=settings.kernels_dir)
     model = _model(settings, folder, config, manifest.name, max_model_len, dtype, device, kernels)
     cache = _cache(settings, model, _cache_dtype(settings.kv_cache_dtype, dtype, kernels), device, report)
+    _tune(settings, model, cache, kernels, device, dtype, report)
     grammars = GrammarCompiler(folder, model.vocab_size, manifest.eos_token_ids)
     forward = _forward(settings, model, cache, kernels, device, max_model_len)
     lanes = CudaLanes(device) if device.type == "cuda" else OneLane()
@@ -131,6 +132,20 @@ def _forward(
         return HostForward(model, cache, kernels, device)
     recorder = partial(CudaRecorder, device) if settings.cuda_graphs and isinstance(model, DecoderModel) else None
     return ResidentForward(model, cache, kernels, device, max_model_len, recorder)
+
+
+def _tune(
+    settings: WorkerSettings,
+    model: Model,
+    cache: KVCache,
+    kernels: Kernels[Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    report: Report,
+) -> None:
+    """--autotune: before decode steps are recorded with what it chooses."""
+    if settings.autotune and device.type == "cuda" and isinstance(model, DecoderModel):
+        kernels.tune(cache.pool, model.config.num_heads, dtype, settings.cache_dir, lambda text: report(text, None))
 
 
 def _device(name: str) -> torch.device:

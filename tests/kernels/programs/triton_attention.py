@@ -11,6 +11,8 @@ from torch import Tensor
 
 from pagemill_kernels.gpu import work
 from pagemill_kernels.gpu.kernels import TritonKernels, TritonStep
+from pagemill_kernels.gpu.timing import batch_for
+from pagemill_kernels.gpu.tuning import Use, candidates
 from pagemill_kernels.interface import AttentionBatch, AttentionSpec
 
 MIXED = [(1, 1), (16, 1), (17, 1), (53, 1), (9, 9), (30, 3), (23, 23), (40, 1)]
@@ -198,6 +200,24 @@ def test_many_mixes_of_rows(data: st.DataObject) -> None:
 def test_all_heads(head_dim: int, group: int, dtype: torch.dtype) -> None:
     spec = AttentionSpec(head_dim**-0.5, 21, 5.0)
     Case(MIXED, group=group, head_dim=head_dim, dtype=dtype).check(spec)
+
+
+@pytest.mark.parametrize("use", ["decode", "chunk"])
+def test_all_candidates_of_tuning_compute_the_same(use: Use) -> None:
+    """Over a pool that is smaller than what is timed, so that a GPU does not need seconds either."""
+    kernels = TritonKernels(8, CAPABILITY)
+    cache = torch.randn(4, 1, 2, 16, 1, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
+    key = kernels.tile_key(use, 2, cache)
+    tiles = candidates(key, CAPABILITY)
+    assert len(tiles) > 3
+    before, results = cache.clone(), []
+    for tile in tiles:
+        results.append(kernels.attention_with(tile, key, cache, 2, torch.float16)())
+        assert kernels.tile(use, 2, cache) == tile
+    assert torch.equal(cache, before)  # whatever is in the pool stays
+    values = cache[batch_for(key, cache).block_tables[-1], 0, 1].float().cpu().flatten(0, 1)
+    for result in results:  # of the last query, which sees all; queries are zeros, so all values weigh the same
+        assert_close(result[-1].view(2, 64), values.mean(0).expand(2, 64))
 
 
 def draw_case(data: st.DataObject) -> None:
