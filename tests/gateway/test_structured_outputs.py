@@ -123,7 +123,7 @@ def test_what_asks_for_nothing(api: Stage, path: str, nothing: dict[str, Any]) -
         ({"response_format": schema_format({"type": "strin"})}, "response_format.json_schema.schema", "strin"),
         ({"response_format": schema_format({"not": {}})}, "response_format.json_schema.schema", "not"),
         ({"response_format": schema_format({"enum": []})}, "response_format.json_schema.schema", "no text matches"),
-        ({"response_format": schema_format([1])}, "response_format.json_schema.schema", "dictionary"),
+        ({"response_format": schema_format([1])}, "response_format.json_schema.schema", "object"),
         ({"response_format": {"type": "json_object", "extra": 1}}, "response_format.extra", "Extra"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),

@@ -354,7 +354,7 @@ def function(name: str, parameters: Any) -> dict[str, Any]:
         ({"type": "object", "properties": {"a": {"type": "strin"}}}, 'properties.a.type: "strin" is no type'),
         ({"type": "object", "properties": {"a": {"minimum": 1e999}}}, "properties.a.minimum: a number must be finite"),
         ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance is not supported"),
-        ("no schema", "dictionary"),
+        ("no schema", "object"),
     ],
 )
 def test_parameters_that_are_none_are_refused_by_name(

@@ -64,6 +64,15 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         compile_now(GrammarCompiler(tmp_path, 10, []), LETTERS)
 
 
+def test_the_first_mask_is_computed_beside_the_step_path(tmp_path: Path) -> None:
+    words = " ".join(f"r{i}" for i in range(1000))
+    rules = "\n".join(f'r{i}: "a"? "b"? r{(i * 7 + 1) % 1000}?' for i in range(1000))
+    made = compiler(tmp_path, byte_level_bpe())
+    with pytest.raises(GrammarError, match=r"more than 20,000 items"):
+        compile_now(made, LLMatcher.grammar_from_lark(f"start: {words}\n{rules}"))
+    assert not made._kept
+
+
 def test_only_so_many_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compiler, "KEPT", 2)
     made = compiler(tmp_path, byte_level_bpe())

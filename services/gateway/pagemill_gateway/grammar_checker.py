@@ -61,6 +61,7 @@ class GrammarChecker:
     def __init__(self, tokenizer: Callable[[], str], manifest: ModelManifest) -> None:
         self._tokenizer_json = tokenizer
         self._manifest = manifest
+        self._loading = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar", initializer=_give_way)
         self._running: dict[Constraint, asyncio.Task[str | RequestError]] = {}
         self._found: OrderedDict[Constraint, str | RequestError] = OrderedDict()
@@ -92,9 +93,12 @@ class GrammarChecker:
     async def _find(self, key: Constraint, constraint: Constraint, text: str) -> str | RequestError:
         """The grammar or why it is refused. What was found without haste is remembered."""
         begun: list[float] = []
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, constraint, text, begun)
+        loop = asyncio.get_running_loop()
         found: str | RequestError
         try:
+            if "_loaded" not in self.__dict__:  # reading the tokenizer is not this grammar's fault
+                await loop.run_in_executor(self._threads, self._tokenizer, constraint)
+            work = loop.run_in_executor(self._threads, self._compile, constraint, text, begun)
             found = await asyncio.wait_for(work, MAX_CHECK_S)
         except TimeoutError:
             # One that was begun late is not known to be at fault: most of the time went to those before it.
@@ -158,7 +162,8 @@ class GrammarChecker:
 
     def _tokenizer(self, constraint: Constraint) -> LLTokenizer:
         try:
-            return self._loaded
+            with self._loading:
+                return self._loaded
         except ValueError as error:
             raise RequestError(
                 f"{constraint.field} cannot be used with this model: {_first_lines(str(error))}",
@@ -174,9 +179,10 @@ class GrammarChecker:
 
 
 def _give_way() -> None:
-    """Streams that run come before grammars to come. Linux has priorities of threads."""
+    """Streams that run come before grammars to come: where the processors are busy they get a third of a share.
+    Linux has priorities of threads."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
 
 
 def schema_of(constraint: Constraint) -> dict[str, Any]:

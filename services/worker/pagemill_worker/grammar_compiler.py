@@ -51,6 +51,7 @@ class GrammarCompiler:
         if matcher.is_error():
             reason = in_our_words(matcher.get_error())
             raise GrammarError(f"{len(outputs)} earlier tokens do not match the grammar: {reason}")
+        matcher.compute_bitmask()
         return matcher
 
     def _fresh(self, grammar: str) -> LLMatcher:
@@ -59,7 +60,9 @@ class GrammarCompiler:
             if kept is not None:
                 self._kept.move_to_end(grammar)
                 return kept.deep_copy()
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the dearest one: it is kept, so that it costs no step of a row anything
         if matcher.is_error():
             raise GrammarError(in_our_words(matcher.get_error()))
         with self._lock:
@@ -69,7 +72,7 @@ class GrammarCompiler:
             return matcher.deep_copy()
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
+    def tokenizer(self) -> LLTokenizer:
         if not self._eos_token_ids:
             raise GrammarError("the model has no end token")
         tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
