@@ -48,7 +48,8 @@ def configure_logging(process: str, level: Level, log_format: Format, *, stream:
         render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     else:
         colors = target.isatty()
-        render = [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)]
+        console = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)
+        render = [_without_controls, console]
     handler = logging.StreamHandler(target)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -71,6 +72,20 @@ def configure_logging(process: str, level: Level, log_format: Format, *, stream:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,  # a channel made before the set-up must follow it
     )
+
+
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+
+
+def _without_controls(
+    _logger: object, _method: str, event_dict: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """What a client wrote, such as a path, must not steer the terminal that shows the log. Line ends in values are
+    escaped by the renderer; tracebacks keep theirs."""
+    for name, value in event_dict.items():
+        if isinstance(value, str) and not value.isprintable():
+            event_dict[name] = value.translate(_ESCAPED)
+    return event_dict
 
 
 def _without(field: str) -> Processor:

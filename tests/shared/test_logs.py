@@ -95,3 +95,19 @@ def test_console_lines_are_plain_without_a_terminal() -> None:
     assert "joined" in stream.getvalue()
     assert "num_blocks=7" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_what_a_client_wrote_neither_steers_a_terminal_nor_begins_a_line(log_format: Format) -> None:
+    stream = configured(log_format=log_format)
+    hostile = "/a\x1b[2J\x07\x9b2Jb\r\n2026 [info] forged\x00"
+    structlog.get_logger("pagemill.x").info("request", path=hostile, alone="/\x1b[2J", plain="zä/日")
+    logging.getLogger("uvicorn.error").warning("odd %s", "\x1b[2J")
+    text = stream.getvalue()
+    assert text.count("\n") == 2
+    assert not any(character in text for character in "\x1b\x07\x9b\r\x00")
+    assert "\\x1b[2J" in text or "\\u001b[2J" in text
+    if log_format == "json":
+        assert lines(stream)[0]["path"] == hostile
+    else:
+        assert "plain=zä/日" in text
