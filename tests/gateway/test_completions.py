@@ -83,6 +83,8 @@ def test_usage_comes_only_when_asked_for(api: Stage, options: Any, shown: bool) 
     api.stub.replay(ids("one two"))
     events = api.events(PATH, prompt="x", stream_options=options)
     assert [bool(event.get("usage")) for event in events] == [False] * (len(events) - 1) + [shown]
+    for name in ("id", "created", "model", "object"):
+        assert len({event[name] for event in events}) == 1
     if options is not None:
         for body in ({"stream": False}, {"stream": None}, {}):
             assert error(api, prompt="x", stream_options=options, **body)["param"] == "stream_options"
