@@ -26,7 +26,7 @@ class ParserLimits(TypedDict):
 PARSER_LIMITS = ParserLimits(
     max_grammar_size=100_000,  # symbols
     max_items_in_row=2_000,
-    initial_lexer_fuel=300_000,  # also of a text that has only one way on, which is followed at once: under a second
+    initial_lexer_fuel=150_000,  # also of a text that has only one way on, which is followed at once: under a second
     step_lexer_fuel=200_000,  # of one token: some ten milliseconds
     step_max_items=20_000,
     max_lexer_states=50_000,  # of one or two kilobytes each

@@ -131,7 +131,7 @@ def test_what_asks_for_nothing(api: Stage, path: str, nothing: dict[str, Any]) -
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "empty"),
         ({"structured_outputs": {"regex": "a(?=b)"}}, "structured_outputs.regex", "look-around"),
         ({"structured_outputs": {"regex": "[a--a]"}}, "structured_outputs.regex", "no text matches"),
-        ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs.regex", "300,000 steps"),
+        ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs.regex", "150,000 steps"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "empty"),
         ({"structured_outputs": {"choice": ["a"] * 1025}}, "structured_outputs.choice", "at most 1024"),
@@ -206,7 +206,13 @@ def test_an_accepted_grammar_is_compiled_once(api: Stage, monkeypatch: pytest.Mo
     assert grammar_of(api, guided_regex="only[once]") == first
 
 
-def test_one_that_takes_too_long_is_refused_while_others_go_on(api: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_of_the_greatest_length_is_not_too_complex(api: Stage) -> None:
+    text = "ab" * (MAX_SOURCE // 2 - 10)
+    assert grammar_of(api, guided_regex=text)
+    assert grammar_of(api, structured_outputs={"json": {"const": text}})
+
+
+def test_one_that_takes_too_long_is_refused_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, begun = grammar_checker.threading.Event(), grammar_checker.threading.Event()
     real = grammar_checker.as_grammar
 
@@ -217,7 +223,9 @@ def test_one_that_takes_too_long_is_refused_while_others_go_on(api: Stage, monke
         return real(constraint, text)
 
     monkeypatch.setattr(grammar_checker, "as_grammar", stuck)
-    with ThreadPoolExecutor() as threads:
+    monkeypatch.setattr(grammar_checker, "THREADS", 2)
+    with stage() as api, ThreadPoolExecutor() as threads:
+        api.stub.replay(TOKENIZER.encode("ok").ids, finish=FinishReason.LENGTH)
         slow = threads.submit(api.post, TEXT, **ask(TEXT, guided_regex="slow1"))
         assert begun.wait(60)
         assert grammar_of(api) == "", "one without a grammar"
@@ -250,7 +258,7 @@ def test_many_that_explode_at_once_are_refused_each_by_name_and_one_check_serves
     assert {answer.status_code for answer in answers} == {400}
     errors = [answer.json()["error"] for answer in answers]
     assert {error["param"] for error in errors} == {"guided_regex"}
-    assert all("300,000 steps" in error["message"] for error in errors)
+    assert all("150,000 steps" in error["message"] for error in errors)
     assert sorted(compiled) == sorted(set(regexes))
     assert refused(api, guided_regex=regexes[0])["message"] == errors[0]["message"]
     assert len(compiled) == 2, "what was refused is remembered"

@@ -44,7 +44,8 @@ _REMEMBERED = 256
 _STEPS = 4
 """Tokens that a grammar is tried with."""
 _MAX_REASON = 300
-_THREADS = 2
+THREADS = 8
+"""So many that a small schema need not wait for one that explodes: they share the processors."""
 
 SPACING = r"(?: ?|\n[ \t]{0,32})"
 """Between the parts of JSON: nothing, a blank, or a line break with indentation. Without a bound small models write
@@ -62,7 +63,7 @@ class GrammarChecker:
         self._tokenizer_json = tokenizer
         self._manifest = manifest
         self._loading = threading.Lock()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar", initializer=_give_way)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar", initializer=_give_way)
         self._running: dict[Constraint, asyncio.Task[str | RequestError]] = {}
         self._found: OrderedDict[Constraint, str | RequestError] = OrderedDict()
 
