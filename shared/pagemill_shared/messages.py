@@ -242,6 +242,13 @@ class TokenLogprobs(Message):
     values: Annotated[Float32Array, Float32s(MAX_PLAN_ITEMS)] = field(default_factory=_no_float32)
 
 
+NO_LOGPROBS = TokenLogprobs()
+
+
+def _no_logprobs() -> TokenLogprobs:
+    return NO_LOGPROBS
+
+
 MAX_HIDDEN_SIZE = 1_048_576
 
 
@@ -259,7 +266,7 @@ class PromptReport(Message):
     owner: Annotated[int, Int(0, INT32_MAX)]
     start: Annotated[int, Int(0, MAX_TOKENS_PER_SEQUENCE)]
     end: Annotated[int, Int(1, MAX_TOKENS_PER_SEQUENCE)]
-    logprobs: Annotated[TokenLogprobs, Nested(TokenLogprobs)] = field(default_factory=TokenLogprobs)
+    logprobs: Annotated[TokenLogprobs, Nested(TokenLogprobs, NO_LOGPROBS)] = field(default_factory=_no_logprobs)
     pooled: Annotated[Float32Array, Float32s(MAX_HIDDEN_SIZE)] = field(default_factory=_no_float32)
 
 
@@ -301,7 +308,7 @@ class Delivery(Message):
     cached_tokens: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, low=0)] = field(default_factory=_no_int32)
     scores: Annotated[Float32Array, Float32s(MAX_PLAN_ITEMS)] = field(default_factory=_no_float32)
     token_ids: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, low=0)] = field(default_factory=_no_int32)
-    logprobs: Annotated[TokenLogprobs, Nested(TokenLogprobs)] = field(default_factory=TokenLogprobs)
+    logprobs: Annotated[TokenLogprobs, Nested(TokenLogprobs, NO_LOGPROBS)] = field(default_factory=_no_logprobs)
     failures: Annotated[tuple[RequestFailure, ...], Tuple(Nested(RequestFailure), MAX_ROWS)] = ()
     reports: Annotated[tuple[PromptReport, ...], Tuple(Nested(PromptReport), MAX_ROWS)] = ()
 
@@ -372,8 +379,8 @@ class IterationResult(Message):
     epoch: Epoch
     iteration: Number
     token_ids: Annotated[Int32Array, Int32s(MAX_PLAN_ITEMS, low=-1)]
-    logprobs: Annotated[TokenLogprobs, Nested(TokenLogprobs)] = field(default_factory=TokenLogprobs)
-    candidates: Annotated[TokenLogprobs, Nested(TokenLogprobs)] = field(default_factory=TokenLogprobs)
+    logprobs: Annotated[TokenLogprobs, Nested(TokenLogprobs, NO_LOGPROBS)] = field(default_factory=_no_logprobs)
+    candidates: Annotated[TokenLogprobs, Nested(TokenLogprobs, NO_LOGPROBS)] = field(default_factory=_no_logprobs)
     faults: Annotated[tuple[RowFault, ...], Tuple(Nested(RowFault), MAX_ROWS)] = ()
     wait_us: Micros = 0
     copy_us: Micros = 0

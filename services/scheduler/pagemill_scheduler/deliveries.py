@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pagemill_shared.messages import Delivery, FinishReason, PromptReport, RequestFailure, TokenLogprobs
+from pagemill_shared.messages import NO_LOGPROBS, Delivery, FinishReason, PromptReport, RequestFailure, TokenLogprobs
 from pagemill_shared.schema import Float32Array, Int32Array
 
 if TYPE_CHECKING:
     from pagemill_scheduler.request import LogprobEntry, Request, Sequence
 
-_NO_LOGPROBS = TokenLogprobs()
 _PAGE_BYTES = 16 * 1024 * 1024
 """About how large a delivery gets before the next one is begun: well below what a frame may hold. After a resync it
 holds all that a gateway's requests have produced."""
@@ -28,7 +27,7 @@ _ITEM_BYTES = 512
 
 def pack_logprobs(rows: list[int], entries: list[LogprobEntry]) -> TokenLogprobs:
     if not rows:
-        return _NO_LOGPROBS
+        return NO_LOGPROBS
     return TokenLogprobs(
         rows=np.array(rows, np.int32),
         counts=np.array([len(entry.token_ids) for entry in entries], np.int32),

@@ -56,8 +56,9 @@ class GatewayState:
 
     def keep(self, number: int, requests: list[Request]) -> None:
         """Remember ``requests``, which delivery ``number`` ends, until it is acknowledged."""
-        self._ended.extend((number, request) for request in requests)
-        self._ended_handles.update(request.handle for request in requests)
+        for request in requests:
+            self._ended.append((number, request))
+            self._ended_handles.add(request.handle)
 
     def take_unacknowledged(self) -> list[Request]:
         """The ended requests whose end must be delivered again; the caller keeps them anew."""

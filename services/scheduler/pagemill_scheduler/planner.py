@@ -57,8 +57,8 @@ def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | 
         grammars.give_up_waiting(worker, now)
     if not worker.leaving:
         _make_way(state, worker)
-    _decode(state, worker, draft)
-    prefilling = _prefilling(worker)
+    left = _decode(state, worker, draft)
+    prefilling = _prefilling(worker, left)
     if prefilling and not worker.leaving:
         _start_newcomers(state, worker, draft, now, state.config.max_num_batched_tokens // SHORT_SHARE)
     for slot in prefilling:
@@ -72,22 +72,25 @@ def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | 
     return _dispatch(worker, draft, now)
 
 
-def _decode(state: State, worker: WorkerState, draft: Draft) -> None:
+def _decode(state: State, worker: WorkerState, draft: Draft) -> Int32Array:
+    """[table.top] how many known tokens each slot had not computed before."""
     table, pool = worker.table, worker.pool
-    rows, after, growing, shared = _make_room(state, worker)
+    left, rows, growing, shared = _make_room(state, worker)
     if len(growing):
         draft.new_blocks.append(table.grow(growing, pool.allocate(len(growing))))
     if len(shared):
         _copy_on_write(state, worker, shared.tolist(), draft)
+    after = table.planned[rows]
     table.computed[rows] = after
     table.planned[rows] = after + _ONE
     draft.rows = rows
     draft.budget -= len(rows)
+    return left
 
 
-def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Int32Array, Slots, Slots]:
-    """The rows that decode now; how many tokens they have computed after that; those of them that need one more block;
-    those that write to a shared block.
+def _make_room(state: State, worker: WorkerState) -> tuple[Int32Array, Slots, Slots, Slots]:
+    """[table.top] known tokens that each slot has not computed; the rows that decode now; those of them that need one
+    more block; those that write to a shared block.
 
     While there are too few free blocks, the request that comes last in order is preempted, whether it needs a block or
     not. The first in order always goes on: alone, every admitted request fits the pool.
@@ -98,7 +101,8 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Int32Array, Sl
         planned, computed = table.planned[:top], table.computed[:top]
         # A row whose last token is already on its way (planned up to its limit) sits this plan out, and so does a
         # beam whose step is out: all beams of a request step together.
-        ready = (planned - computed == _ONE) & (planned < table.limit[:top])
+        left = planned - computed
+        ready = (left == _ONE) & (planned < table.limit[:top])
         if table.num_beams or table.num_chunked or table.num_gates or table.num_awaiting:
             ready = _hold_back(worker, ready)
         # A row that is ready has blocks for all that is computed, and none after the one that it writes to.
@@ -114,7 +118,7 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Slots, Int32Array, Sl
                 shared = writers[several]
                 need += _copies_needed(worker, targets[several])
         if need <= pool.num_free:
-            return rows, planned[rows], growing, shared
+            return left, rows, growing, shared
         victim = table.sequence(int(table.ordered(table.slots())[-1])).request
         preempt_for(state, worker, victim, f"{need} blocks were needed to go on, {pool.num_free} were free")
 
@@ -160,13 +164,12 @@ def _copy_on_write(state: State, worker: WorkerState, slots: list[int], draft: D
     state.counters.copied_blocks += len(copying)
 
 
-def _prefilling(worker: WorkerState) -> list[int]:
+def _prefilling(worker: WorkerState, left: Int32Array) -> list[int]:
     """Slots with known tokens to compute, more than the one of a decode row; first to be served first."""
     table = worker.table
-    top = table.top
-    behind = table.planned[:top] - table.computed[:top] > _ONE
+    behind = left > _ONE
     if table.num_chunked:
-        behind |= table.chunked[:top]
+        behind |= table.chunked[: len(left)]
     ordered: list[int] = table.ordered(behind.nonzero()[0]).tolist()
     return ordered
 
@@ -314,7 +317,7 @@ def _make_way(state: State, worker: WorkerState) -> None:
     Equal priority never preempts for a newcomer.
     """
     request = next(iter(state.queue), None)
-    if request is None or worker.lowest_priority <= request.priority or request.in_flight:
+    if request is None or worker.table.lowest_priority <= request.priority or request.in_flight:
         return
     if request.swapped_to not in ("", worker.identity) or not placement.can_ever_hold(state, worker, request):
         return

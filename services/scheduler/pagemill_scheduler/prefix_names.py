@@ -83,14 +83,13 @@ class PrefixNames:
     def find(self, root: int, tokens: Int32Array) -> tuple[list[int], int]:
         """The named blocks with the leading whole blocks of ``tokens``, and the node of the last one."""
         size = self._block_size
-        wanted = tokens[: len(tokens) // size * size].reshape(-1, size)
         blocks: list[int] = []
-        parent = root
-        while len(blocks) < len(wanted):
+        if len(tokens) < size:
+            return blocks, root
+        parent, first = root, self._lookup(root, tokens[:size])
+        wanted = tokens[: len(tokens) // size * size].reshape(-1, size) if first else tokens
+        while first:
             ahead = wanted[len(blocks) :]
-            first = self._lookup(parent, ahead[0])
-            if not first:
-                break
             chain = self._chain(first, len(ahead))
             known = self._tokens.take(chain, 0)
             count = len(chain)
@@ -98,6 +97,7 @@ class PrefixNames:
                 count = int((known == ahead[:count]).all(axis=1).argmin())
             blocks += chain[:count]
             parent = self._node.item(blocks[-1])
+            first = self._lookup(parent, wanted[len(blocks)]) if len(blocks) < len(wanted) else 0
         return blocks, parent
 
     def key(self, parent: int, tokens: Int32Array) -> int:
@@ -182,8 +182,10 @@ class PrefixNames:
     def forget(self, blocks: Blocks) -> None:
         """Take their names away from ``blocks``, all of which have one."""
         keys = self._key[blocks]
-        for key in keys[keys.nonzero()[0]].tolist():
+        found = keys.nonzero()[0]
+        for key in keys[found].tolist():
             self._block_of.pop(key, None)
+        self._key[blocks[found]] = 0
         self._node[blocks] = _NOTHING
         self._parent[blocks] = _NOTHING
         self.named[blocks] = False
@@ -198,7 +200,6 @@ class PrefixNames:
     def _set(self, blocks: Blocks, nodes: Nodes, tokens: Int32Array) -> None:
         self._node[blocks] = nodes
         self._rows[blocks] = tokens.reshape(-1).view(self._row)
-        self._key[blocks] = 0
         self.named[blocks] = True
 
     def _lookup(self, parent: int, tokens: Int32Array) -> int:

@@ -36,7 +36,8 @@ def apply_result(state: State, worker: WorkerState, result: IterationResult) -> 
         raise ProtocolError(f"token {tokens.max()} is outside the vocabulary of {vocab_size}")
     entries, candidates = _entries(result.logprobs), _entries(result.candidates)
     _check_entries(worker, flight, tokens, entries, candidates)
-    _check_reports(flight, result)
+    if flight.reports or len(result.reports):
+        _check_reports(flight, result)
 
     if flight.reports:
         _take_reports(state, worker, flight, result)

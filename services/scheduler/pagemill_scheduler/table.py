@@ -23,14 +23,15 @@ class SlotTable:
     Attributes:
         tokens: [capacity, max_blocks * block_size] prompt and output of each row.
         length: [capacity] known tokens.
-        planned: [capacity] known tokens once the plans in flight are done: what they sample counts.
+        planned: [capacity] known tokens once the plans in flight are done: what they sample counts. 0 in empty slots.
         computed: [capacity] leading tokens whose keys and values are computed once the plans in flight are done.
-        limit: [capacity] most tokens, prompt included; 0 for an empty slot.
+        limit: [capacity] most tokens, prompt included.
         first_output, min_length: [capacity] the prompt's length + 1; end tokens count only from min_length on.
         size: the block size as numpy takes it soonest.
         blocks: [capacity, max_blocks] block tables; num_blocks: [capacity] entries used; last_block: [capacity] the
             last of them, kept apart so that a pass over the rows need not visit every block table.
         logprobs: [capacity] bool, wants log-probabilities.
+        top: all slots in use are below. A pass over the columns up to there costs less than picking out rows.
         num_beams, num_chunked, num_gates, num_awaiting, num_logprobs, num_siblings: rows with such a thing, to skip
             what concerns none; siblings are sequences of a request that has, or will have, several.
         handle, sequence_index, gateway: [capacity] where its tokens are delivered to.
@@ -44,7 +45,7 @@ class SlotTable:
             ``gate_at`` tokens: it shares blocks with it that are being recomputed.
         awaits: [capacity] int64, 0, or the iteration in which a row joined whose grammar the worker still compiles: it
             computes all but its last token and samples nothing; awaits_until: [capacity] how long.
-        key, arrival: [capacity] int64, the request's rank; priority: [capacity].
+        key, arrival: [capacity] int64, the request's rank.
     """
 
     def __init__(self, capacity: int, max_length: int, block_size: int, vocab_size: int) -> None:
@@ -82,7 +83,6 @@ class SlotTable:
         self.awaits_until = np.zeros(capacity, np.float64)
         self.key = np.zeros(capacity, np.int64)
         self.arrival = np.zeros(capacity, np.int64)
-        self.priority = np.zeros(capacity, np.int32)
         self.node = np.zeros(capacity, np.int64)
         self.num_beams = self.num_chunked = self.num_gates = self.num_logprobs = 0
         self.num_awaiting = self.num_siblings = 0
@@ -90,8 +90,11 @@ class SlotTable:
         self._free = list(range(capacity - 1, -1, -1))
         self._used = np.zeros(capacity, np.bool_)
         self._slots: Slots | None = None
-        # By token: how many rows it ends. Most tokens end none, so one look-up tells the few that must be looked at.
-        self._ends = np.zeros(vocab_size, np.int32)
+        # By token: whether it ends some row. Most end none, so one look-up tells the few that must be looked at.
+        self._ends_some = np.zeros(vocab_size, np.bool_)
+        self._ends: dict[int, int] = {}  # how many rows
+        self._priorities: dict[int, int] = {}  # how many rows have it
+        self.top = 0
 
     def __len__(self) -> int:
         return self.capacity - len(self._free)
@@ -120,10 +123,9 @@ class SlotTable:
         return self._slots
 
     @property
-    def top(self) -> int:
-        """All slots in use are below. A pass over the columns up to here costs less than picking out rows."""
-        slots = self.slots()
-        return slots.item(-1) + 1 if len(slots) else 0
+    def lowest_priority(self) -> int:
+        """The highest number among the priorities of its rows; lower than any without one."""
+        return max(self._priorities) if self._priorities else -(2**31)
 
     def ordered(self, slots: Slots) -> Slots:
         """``slots``, first to be served first."""
@@ -149,7 +151,7 @@ class SlotTable:
         self.computed[slot] = computed
         self.blocks[slot, : len(blocks)] = blocks
         self.num_blocks[slot] = len(blocks)
-        self.last_block[slot] = blocks[-1]
+        self.last_block[slot] = blocks.item(-1)
         self.name_at[slot], self.node[slot] = (named + 1) * self.block_size, node
         return slot
 
@@ -165,8 +167,8 @@ class SlotTable:
         self.first_output[slot] = len(request.prompt) + 1
         self.limit[slot] = min(request.limit, self.max_length)
         self.min_length[slot] = min(len(request.prompt) + sampling.min_tokens, 2**31 - 1)
-        self._count_ends(request, 1)
-        self.num_siblings += request.width > 1
+        self._count(request)
+        self.top = max(self.top, slot + 1)
         if sampling.logprobs is not None:
             self.logprobs[slot] = True
             self.num_logprobs += 1
@@ -179,18 +181,38 @@ class SlotTable:
             self.num_beams += 1
         self.key[slot] = request.key
         self.arrival[slot] = request.arrival
-        self.priority[slot] = request.priority
         self._sequences[slot] = sequence
         self._used[slot] = True
         self._slots = None
         sequence.slot = slot
         return slot
 
-    def _count_ends(self, request: Request, rows: int) -> None:
-        ends = self._ends
+    def _count(self, request: Request) -> None:
+        priorities, ends = self._priorities, self._ends
+        priorities[request.priority] = priorities.get(request.priority, 0) + 1
         for token in request.end_ids:
-            if token < len(ends):  # others are never sampled
-                ends[token] += rows
+            rows = ends.get(token, 0)
+            ends[token] = rows + 1
+            if not rows and token < len(self._ends_some):  # others are never sampled
+                self._ends_some[token] = True
+        self.num_siblings += request.width > 1
+
+    def _uncount(self, request: Request) -> None:
+        priorities, ends = self._priorities, self._ends
+        rows = priorities[request.priority] - 1
+        if rows:
+            priorities[request.priority] = rows
+        else:
+            del priorities[request.priority]
+        for token in request.end_ids:
+            rows = ends[token] - 1
+            if rows:
+                ends[token] = rows
+                continue
+            del ends[token]
+            if token < len(self._ends_some):
+                self._ends_some[token] = False
+        self.num_siblings -= request.width > 1
 
     def fork(self, parent: int, child: int) -> None:
         """Make ``child``, which is idle, the twin of ``parent``: same tokens, same block table."""
@@ -243,14 +265,14 @@ class SlotTable:
                 self._open_gate(slot)
             if self.num_awaiting:
                 self.go_on(slot)
-            self._count_ends(sequence.request, -1)
-            self.num_siblings -= sequence.request.width > 1
+            self._uncount(sequence.request)
             sequence.slot = -1
             self._sequences[slot] = None
             self._free.append(slot)
         self._used[slots] = False
-        # Such a row is never ready and has nothing left to compute.
-        self.limit[slots] = self.planned[slots] = self.computed[slots] = 0
+        if len(self._free) == self.capacity:
+            self.top = 0
+        self.planned[slots] = 0  # so it is never ready, and has nothing left to compute
         self._slots = None
         return left
 
@@ -310,7 +332,7 @@ class SlotTable:
         """For which of ``slots``, by place, the token just appended, which made it ``length`` long, is an end or stop
         token."""
         hits: list[int] = []
-        for i in self._ends[tokens.astype(np.intp)].nonzero()[0].tolist():
+        for i in self._ends_some[tokens.astype(np.intp)].nonzero()[0].tolist():
             slot = slots.item(i)
             if tokens.item(i) in self.sequence(slot).request.end_ids and length.item(i) >= self.min_length.item(slot):
                 hits.append(i)

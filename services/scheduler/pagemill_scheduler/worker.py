@@ -137,13 +137,6 @@ class WorkerState:
         self.identity, self.block_size = self.hello.identity, self.hello.block_size
         self.max_length = max_length(self.hello)
 
-    @property
-    def lowest_priority(self) -> int:
-        """The highest number among the priorities of its running requests; lower than any without one."""
-        slots = self.table.slots()
-        priorities = self.table.priority[slots]
-        return priorities.item(priorities.argmax()) if len(slots) else -(2**31)
-
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
