@@ -10,7 +10,8 @@ from pagemill_shared.grammar_limits import PARSER_LIMITS
 
 MAX_REASON = 300
 _NO_TEXT = "no text matches it"
-_TOO_COMPLEX = "is too complex"
+TOO_COMPLEX = "is too complex"
+"""How the reasons begin that are limits on what a grammar costs."""
 
 _Words = str | Callable[[re.Match[str]], str]
 
@@ -37,26 +38,26 @@ _LIBRARY: tuple[tuple[str, _Words], ...] = (
     # Limits
     (
         r"Current row has",
-        f"{_TOO_COMPLEX}: more than {PARSER_LIMITS['max_items_in_row']:,} items at one place",
+        f"{TOO_COMPLEX}: more than {PARSER_LIMITS['max_items_in_row']:,} items at one place",
     ),
     (
         r"Too many items \(limit (\d+)",
         lambda m: (
-            f"{_TOO_COMPLEX}: one token takes more than {int(m[1]):,} items; long words cost less than "
+            f"{TOO_COMPLEX}: one token takes more than {int(m[1]):,} items; long words cost less than "
             "single characters, and repetitions less than recursion"
         ),
     ),
     (
         r"grammar size \(number of symbols\) too big|schema too large",
-        f"{_TOO_COMPLEX}: it makes more than {PARSER_LIMITS['max_grammar_size']:,} symbols",
+        f"{TOO_COMPLEX}: it makes more than {PARSER_LIMITS['max_grammar_size']:,} symbols",
     ),
     (
         r"too many states",
-        f"{_TOO_COMPLEX}: its words need more than {PARSER_LIMITS['max_lexer_states']:,} states",
+        f"{TOO_COMPLEX}: its words need more than {PARSER_LIMITS['max_lexer_states']:,} states",
     ),
     (
         r"too many expressions constructed|fuel|lexer configuration \(grammar\) too big",
-        f"{_TOO_COMPLEX}: its words or repetitions cost more than {PARSER_LIMITS['initial_lexer_fuel']:,} steps at the "
+        f"{TOO_COMPLEX}: its words or repetitions cost more than {PARSER_LIMITS['initial_lexer_fuel']:,} steps at the "
         f"beginning, or {PARSER_LIMITS['step_lexer_fuel']:,} for one token",
     ),
     # Regular expressions

@@ -72,6 +72,11 @@ def refused(api: Stage, path: str = TEXT, **fields: Any) -> dict[str, Any]:
         ({"structured_outputs": {"json": SCHEMA}}, '{\n  "a": 12\n}', "12"),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, '{"a": 12}', "12"),
         ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, '{"a":12}', '{"a": 12}'),
+        (
+            {"structured_outputs": {"json": {"anyOf": [{"type": "string", "pattern": "[a--a]"}, {"const": 1}]}}},
+            "1",
+            '"a"',
+        ),
         ({"structured_outputs": {"json": True}}, '[1, {"a": "b"}]', "x"),
         ({"structured_outputs": {"json": "true"}}, "12", "x"),
         ({"guided_json": True}, '"a"', "a"),

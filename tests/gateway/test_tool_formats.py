@@ -123,6 +123,35 @@ def test_what_is_written_for_a_prompt_is_read(name: FormatName) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_call_is_cut_wherever_its_arguments_are_not_whole(name: FormatName, most: int) -> None:
+    form = FORMATS[name]
+    text = form.written([("now", {}), ("find.it-2_x", {"text": 'a"}{', "many": [{"b": [1, 2]}], "one": None})])
+    if name == "mistral":
+        text += '[TOOL_CALLS]now[ARGS]{"a": {}}'
+    cut = set()
+    for length in range(len(text) + 1):
+        parser = form.parser(NAMES, most)
+        told: list[str] = []
+        for event in [*parser.push(text[:length]), *parser.finish()]:
+            if isinstance(event, CallBegins):
+                told.append("")
+            elif isinstance(event, Arguments):
+                told[-1] += event.text
+        assert parser.cut == (bool(told) and not is_json(told[-1])), text[:length]
+        cut.add((len(told), parser.cut))
+    assert cut == {(0, False), *((count, is_cut) for count in range(1, most + 1) for is_cut in (False, True))}
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [

@@ -27,7 +27,7 @@ from pagemill_gateway.errors import ApiError
 from pagemill_gateway.json_schemas import SchemaError, patterns_of, read_schema
 from pagemill_gateway.structured_outputs import Constraint
 from pagemill_shared.errors import RequestError
-from pagemill_shared.grammar_errors import in_our_words
+from pagemill_shared.grammar_errors import TOO_COMPLEX, in_our_words
 from pagemill_shared.grammar_limits import PARSER_LIMITS
 from pagemill_shared.manifest import ModelManifest
 from pagemill_shared.sampling import MAX_GRAMMAR
@@ -138,7 +138,8 @@ class GrammarChecker:
                     self._tried(replace(part, parts=()), schema, tokenizer)
                 except RequestError as error:
                     reason = error.message.removeprefix(f"{part.field}: ")
-                    raise _refusal(part.field, f"the pattern {pattern!r:.100}: {reason}") from None
+                    if reason.startswith(TOO_COMPLEX):  # one that nothing matches may stand in a branch
+                        raise _refusal(part.field, f"the pattern {pattern!r:.100} {reason}") from None
 
     def _tried(self, constraint: Constraint, text: str, tokenizer: LLTokenizer) -> str:
         """The grammar, once it has let a few tokens through.
