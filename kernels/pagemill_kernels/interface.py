@@ -7,7 +7,8 @@ is padding: no sequence owns it. A *slot* is ``block * block_size + offset``; of
 An entry is one head's key or value of one token: ``head_dim`` numbers in the cache's dtype. In 8 bits (torch.int8, or
 torch.float8_e4m3fn: OCP's e4m3) the four bytes of a float32 scale follow them: an element is its number times the
 scale, which is the largest magnitude of the entry divided by the dtype's largest number (127, 448). So an entry is
-written once and never changes when others are written beside it.
+written once and never changes when others are written beside it. The Triton kernels keep the scales elsewhere within
+the block (see `gpu.eight_bits`): a pool belongs to one set of kernels, which alone reads what it wrote.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from gpu_check.table import Row
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "kernels" / "programs"
-PROGRAM_NAMES = ("triton_attention", "triton_write", "triton_blocks")
+PROGRAM_NAMES = ("triton_attention", "triton_write", "triton_blocks", "triton_eight_bits")
 SECONDS = 150
 
 

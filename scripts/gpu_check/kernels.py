@@ -12,21 +12,24 @@ from torch.nn import functional
 from gpu_check.table import Row
 from gpu_check.timing import milliseconds
 from pagemill_kernels.gpu.kernels import TritonKernels, TritonStep
-from pagemill_kernels.interface import AttentionBatch, AttentionSpec
+from pagemill_kernels.interface import AttentionBatch, AttentionSpec, entry_elements
 
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE = 8, 4, 128, 16
 HEADS = KV_HEADS * GROUP
 LAYERS = 2
 """Launches take turns between layers, so that none finds its keys in the L2 cache."""
 DECODES = ((64, 1024), (256, 512), (64, 4096), (16, 8192), (1, 65_536), (1, 4096))
+EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+EIGHT_BIT_DECODE = (64, 4096)
 CHUNKS = ((2048, 2048), (512, 8192), (16, 32_768))
 AIM_TOKENS = 64 * 1024
 SPEC = AttentionSpec(HEAD_DIM**-0.5)
 
 
-def decode_bytes(batch: int, context: int) -> int:
-    """Keys and values, read once; queries and results, next to nothing."""
-    return batch * context * KV_HEADS * HEAD_DIM * 2 * 2 + 2 * batch * HEADS * HEAD_DIM * 2
+def decode_bytes(batch: int, context: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Keys and values in a cache of ``dtype``, read once; queries and results, next to nothing."""
+    entry = entry_elements(HEAD_DIM, dtype) * dtype.itemsize
+    return batch * context * KV_HEADS * entry * 2 + 2 * batch * HEADS * HEAD_DIM * 2
 
 
 def chunk_operations(tokens: int, context: int) -> int:
@@ -55,6 +58,8 @@ def measure(device: torch.device, bandwidth: float, quick: bool) -> Iterator[Row
     kernels = TritonKernels.on(device)
     for batch, context in DECODES[:2] if quick else DECODES:
         yield from _decode(kernels, device, bandwidth, batch, context)
+    for name, dtype in EIGHT_BITS.items():
+        yield _decode_8_bits(kernels, device, bandwidth, name, dtype)
     for tokens, context in CHUNKS[:1] if quick else CHUNKS:
         yield from _chunk(kernels, device, tokens, context)
     yield from _write_and_copy(kernels, device, bandwidth)
@@ -87,6 +92,22 @@ def _decode(kernels: TritonKernels, device: torch.device, bandwidth: float, batc
         / 1e3
     )
     yield Row("decode attention, torch, contiguous", case, size / seconds / 1e9, "GB/s", size / seconds / bandwidth)
+
+
+def _decode_8_bits(
+    kernels: TritonKernels, device: torch.device, bandwidth: float, name: str, dtype: torch.dtype
+) -> Row:
+    batch, context = EIGHT_BIT_DECODE
+    rows = even_batch(batch, context, 1)
+    shape = (rows.block_tables.numel() + 1, LAYERS, 2, BLOCK_SIZE, KV_HEADS, entry_elements(HEAD_DIM, dtype))
+    # Bytes that are finite scales as well as numbers.
+    cache = torch.empty(shape, dtype=torch.int8, device=device).random_(0, 60).view(dtype)
+    query = torch.randn(batch, HEADS, HEAD_DIM, device=device).bfloat16()
+    step = kernels.prepare(rows, cache)
+    seconds = milliseconds(partial(_attend, kernels, query, cache, step)) / 1e3
+    size = decode_bytes(batch, context, dtype)
+    check, case = f"decode attention, paged, {name} cache", f"{batch} x {context}"
+    return Row(check, case, size / seconds / 1e9, "GB/s", size / seconds / bandwidth)
 
 
 def _attend(kernels: TritonKernels, query: Tensor, cache: Tensor, step: TritonStep, number: int) -> None:

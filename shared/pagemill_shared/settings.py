@@ -273,7 +273,7 @@ class ExecutionSettings(SettingsGroup):
     kv_cache_dtype: Literal["auto", "fp16", "bf16", "int8", "fp8"] = Field(
         "auto",
         description="keys and values in the cache, --dtype by default; int8 and fp8 (e4m3): with a scale per token and "
-        "head, inside the block; on a GPU there is auto alone",
+        "head, inside the block; a GPU has these two for --dtype float16 and bfloat16, beside auto",
     )
     num_kv_blocks: int | None = Field(
         None, ge=1, le=2**31 - 1, description="device blocks; sized from --kv-cache-memory by default"

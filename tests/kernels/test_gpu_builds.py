@@ -69,8 +69,22 @@ def test_other_targets(target: str, tmp_path: Path) -> None:
     assert {b["head_dim"] for b in check(tmp_path, f"{target}:128,256:bf16") if b["kernel"] == "attend"} == {128, 256}
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("build", ["80:128:int8::plain", "90:128:fp8::plain", "100:128:fp8::plain"])
+def test_caches_in_8_bits(build: str, tmp_path: Path) -> None:
+    attend = [b for b in check(tmp_path, build) if b["kernel"] == "attend"]
+    assert {(b["dtype"], b["numbers"]) for b in attend} == {("bf16", build.split(":")[2])}
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("target", ["80", "90", "100"])
 def test_everything(target: str, tmp_path: Path) -> None:
     check(tmp_path, *(f"{target}:{each}" for each in EVERYTHING))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("target", ["80", "90", "100"])
+def test_every_cache_in_8_bits(target: str, tmp_path: Path) -> None:
+    check(tmp_path, f"{target}::int8,fp8")

@@ -57,6 +57,8 @@ def test_counts_of_bytes_and_operations() -> None:
     assert kernels.chunk_operations(1, 10) == 4 * kernels.HEADS * kernels.HEAD_DIM * 10
     assert kernels.chunk_operations(10, 10) == 4 * kernels.HEADS * kernels.HEAD_DIM * 55
     assert kernels.decode_bytes(2, 1000) > 2 * 1000 * 4096
+    saved = kernels.decode_bytes(2, 1000) - kernels.decode_bytes(2, 1000, torch.float8_e4m3fn)
+    assert saved == 2 * 1000 * 2 * kernels.KV_HEADS * (kernels.HEAD_DIM - 4)  # a number's second byte, less the scale
     batch = kernels.even_batch(3, 40, 7)
     assert batch.query_starts.tolist() == [0, 7, 14, 21]
     assert batch.num_decodes == 0

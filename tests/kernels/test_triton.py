@@ -17,7 +17,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
 
 
-PROGRAM_NAMES = ["triton_attention", "triton_write", "triton_blocks"]
+PROGRAM_NAMES = ["triton_attention", "triton_write", "triton_blocks", "triton_eight_bits"]
 
 
 @pytest.mark.timeout(600)

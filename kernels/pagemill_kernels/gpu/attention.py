@@ -9,12 +9,15 @@ online (running maximum and sum, base 2) in float32. Keys and values are read wh
 import triton
 import triton.language as tl
 
+from pagemill_kernels.gpu.eight_bits import widened
+
 
 # Built once for all layers, widths of block tables, and places of the tables in what was uploaded.
 @triton.jit(do_not_specialize=["layer", "table_stride"], do_not_specialize_on_alignment=["tables"])
 def attend(
     query,
     cache,
+    scales,
     tables,
     items,
     out,
@@ -37,11 +40,18 @@ def attend(
     KEYS: tl.constexpr,  # noqa: N803
     HAS_WINDOW: tl.constexpr,  # noqa: N803
     HAS_SOFT_CAP: tl.constexpr,  # noqa: N803
+    NUMBERS: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr,  # noqa: N803
 ):
     """query [T, H, D], cache [blocks, L, 2, BLOCK_SIZE, KV, D], tables [R, W] int32, items [N, 8] int32,
-    out [T, H * D], partial [P, KV, ROWS, D] float32 and partial_lse [P, KV, ROWS] float32, base 2."""
+    out [T, H * D], partial [P, KV, ROWS, D] float32 and partial_lse [P, KV, ROWS] float32, base 2.
+
+    NUMBERS is "floats", or "int8" or "fp8" for a cache in 8 bits, given twice: as int8, and as float32 for its scales.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634  # noqa: N806
+    MOST_ROWS_OF_ONE: tl.constexpr = 32  # noqa: N806  # in a tile whose warps have the same rows and other keys
+    PAGE: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM  # noqa: N806
+    PAGE_STRIDE: tl.constexpr = PAGE if NUMBERS == "floats" else PAGE + BLOCK_SIZE * NUM_KV_HEADS * 4  # noqa: N806
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     item = items + (tl.program_id(0) // NUM_KV_HEADS) * 8
     row = tl.load(item)
@@ -64,10 +74,13 @@ def attend(
 
     table = tables + row.to(tl.int64) * table_stride
     # Numbers beyond 32 bits: a block's offset in the pool. Within a block 32 bits do.
-    keys_of_layer = cache + layer * (2 * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+    keys_of_layer = cache + layer * (2 * PAGE_STRIDE) + kv_head * HEAD_DIM
+    scales_of_layer = scales + layer * (PAGE_STRIDE // 2) + (PAGE // 4 + kv_head * BLOCK_SIZE)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
+    most = tl.full([], 0.0, tl.float32)  # largest scale of a value so far, which `acc` is in units of
+    nothing = tl.minimum(count, 0)  # 0, and the compiler does not know it
     ahead = key_begin + tl.arange(0, KEYS)
     block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < key_end, other=0).to(tl.int64)
     for begin in range(key_begin, key_end, KEYS):
@@ -77,11 +90,17 @@ def attend(
         where_key = block * block_stride + (key % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
         pointers = keys_of_layer + where_key[:, None] + dims[None, :]
         loaded = is_key[:, None] & is_dim if DIM != HEAD_DIM else is_key[:, None]
+        where_scale = scales_of_layer + block * (block_stride // 4) + key % BLOCK_SIZE
         # The next round's blocks now: loads of keys that wait for a load of this round would not be pipelined.
         ahead = key + KEYS
         block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < key_end, other=0).to(tl.int64)
-        k = tl.load(pointers, mask=loaded, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        k = tl.load(pointers, mask=loaded, other=0)
+        if NUMBERS == "floats":
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        else:
+            wide = widened(k, nothing if ROWS > MOST_ROWS_OF_ONE else 0, NUMBERS, q.dtype)
+            scores = tl.dot(q, tl.trans(wide), input_precision=PRECISION)
+            scores = scores * tl.load(where_scale, mask=is_key, other=0.0)[None, :]
         if HAS_SOFT_CAP:
             # tanh(x) = 1 - 2 / (e^2x + 1), which neither overflows nor needs a library.
             grown = tl.exp2(scores * (2.0 * LOG2E * scale / soft_cap))
@@ -98,12 +117,25 @@ def attend(
         weights = tl.exp2(scores - reference[:, None])
         shrink = tl.exp2(top - reference)
         total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(pointers + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM, mask=loaded, other=0.0).to(q.dtype)
+        v = tl.load(pointers + PAGE_STRIDE, mask=loaded, other=0)
+        if NUMBERS == "floats":
+            v = v.to(q.dtype)
+        else:
+            # Weights take the scales over, in units of the largest: half precision would lose small ones otherwise.
+            scale_v = tl.load(where_scale + PAGE_STRIDE // 4, mask=is_key, other=0.0)
+            larger = tl.maximum(most, tl.max(scale_v, 0))
+            inverse = tl.where(larger > 1e-37, 1.0 / larger, 0.0)  # not infinite
+            weights = weights * (scale_v * inverse)[None, :]
+            shrink = shrink * (most * inverse)
+            most = larger
+            v = widened(v, nothing, NUMBERS, q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         top = higher
 
     divisor = tl.where(total == 0.0, 1.0, total)
     result = acc / divisor[:, None]
+    if NUMBERS != "floats":
+        result = result * most
     if slot < 0:
         where_out = (first + token).to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
         tl.store(out + where_out[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=is_row & is_dim)

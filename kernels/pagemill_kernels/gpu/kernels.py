@@ -22,10 +22,12 @@ from pagemill_kernels.gpu.tiles import Tile, power_of_two
 from pagemill_kernels.gpu.timing import batch_for, device_timer
 from pagemill_kernels.gpu.tuning import TileKey, Use, fixed_tile
 from pagemill_kernels.gpu.work import NO_REDUCTION, Packed, Rows, Work, most_items, padded, plan_work
-from pagemill_kernels.interface import AttentionBatch, AttentionSpec, ResidentKernels
+from pagemill_kernels.interface import AttentionBatch, AttentionSpec, ResidentKernels, entry_elements
 from pagemill_kernels.reference import TorchKernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+NUMBERS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+"""How the kernels call the numbers of caches in 8 bits; those of the others are "floats"."""
 WRITE_ELEMENTS = 1024
 """Elements of queries, keys and values that one program of the write kernel takes."""
 COPY_WORDS = 4096
@@ -60,6 +62,7 @@ class TritonStep:
     Attributes:
         slots: [T] int32 on the device.
         tables: [R, W] int32 on the device, or [S, W] where the batch has lines.
+        numbers, scales: the cache for the kernels, and for its scales where it has 8 bits: as int8 and as float32.
         cache: of a fixed step, whose launches have room for every batch of as many decode rows; else None.
         launches: by window and query heads per key/value head; layers that have both in common share them.
     """
@@ -67,12 +70,15 @@ class TritonStep:
     batch: AttentionBatch
     slots: Tensor
     tables: Tensor
+    numbers: Tensor
+    scales: Tensor
     cache: Tensor | None = None
     launches: dict[tuple[int | None, int], list[Launch]] = field(default_factory=dict)
 
 
 class TritonKernels(ResidentKernels[TritonStep]):
-    """Triton, on NVIDIA GPUs of compute capability 8.0 and above; float16, bfloat16 and float32.
+    """Triton, on NVIDIA GPUs of compute capability 8.0 and above; float16, bfloat16 and float32, the former two with
+    caches in 8 bits as well, whose scales stand behind the numbers of a page (see `eight_bits`).
 
     Args:
         num_processors: streaming multiprocessors of the device, which the number of split key ranges depends on.
@@ -97,15 +103,23 @@ class TritonKernels(ResidentKernels[TritonStep]):
         major, minor = torch.cuda.get_device_capability(device)
         return cls(torch.cuda.get_device_properties(device).multi_processor_count, 10 * major + minor)
 
+    def serves_cache(self, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+        return dtype in DTYPES and (cache_dtype == dtype or (cache_dtype in NUMBERS and dtype != torch.float32))
+
     def prepare(self, batch: AttentionBatch, cache: Tensor) -> TritonStep:
+        if cache.dtype in NUMBERS and cache.shape[5] % 4:
+            raise ValueError(f"a cache in 8 bits needs heads of a multiple of 4 elements, not {_head_dim(cache)}")
+        numbers, scales = (
+            (cache, cache) if cache.dtype in DTYPES else (cache.view(torch.int8), cache.view(torch.float32))
+        )
         if cache.shape[0] * cache.shape[3] >= 2**31:
             raise ValueError(f"a cache of {cache.shape[0]} blocks of {cache.shape[3]} slots has more than 2^31 slots")
         if batch.lines is not None:
-            return TritonStep(batch, batch.slot_mapping, batch.block_tables)
+            return TritonStep(batch, batch.slot_mapping, batch.block_tables, numbers, scales)
         tokens, (rows, width) = batch.slot_mapping.numel(), batch.block_tables.shape
         both = torch.cat((batch.slot_mapping, batch.block_tables.reshape(-1))).to(torch.int32)
         uploaded = _upload(both, cache.device)
-        return TritonStep(batch, uploaded[:tokens], uploaded[tokens:].view(rows, width))
+        return TritonStep(batch, uploaded[:tokens], uploaded[tokens:].view(rows, width), numbers, scales)
 
     def prepare_fixed(self, batch: AttentionBatch, cache: Tensor) -> TritonStep:
         step = self.prepare(batch, cache)
@@ -126,8 +140,8 @@ class TritonKernels(ResidentKernels[TritonStep]):
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: Tensor, step: TritonStep, layer: int
     ) -> None:
         self.calls["rotate_and_write"] += 1
-        _, _, _, block_size, num_kv_heads, head_dim = cache.shape
-        tokens, all_heads, _ = qkv.shape
+        _, _, _, block_size, num_kv_heads, _ = cache.shape
+        tokens, all_heads, head_dim = qkv.shape
         num_heads = all_heads - 2 * num_kv_heads
         rotary_dim = 0 if rotary is None else rotary[0].shape[-1]
         cosines, sines = (qkv, qkv) if rotary is None else (t.contiguous() for t in rotary)
@@ -140,7 +154,8 @@ class TritonKernels(ResidentKernels[TritonStep]):
             cosines,
             sines,
             step.slots,
-            cache,
+            step.numbers,
+            step.scales,
             layer,
             cache.stride(0),
             qkv.stride(0),
@@ -154,6 +169,7 @@ class TritonKernels(ResidentKernels[TritonStep]):
             HEADS=heads,
             HALF=power_of_two(max(1, rotary_dim // 2)),
             REST=power_of_two(max(1, head_dim - rotary_dim)),
+            NUMBERS=NUMBERS.get(cache.dtype, "floats"),
             num_warps=4,
         )
 
@@ -161,8 +177,8 @@ class TritonKernels(ResidentKernels[TritonStep]):
 
     def attention(self, query: Tensor, cache: Tensor, step: TritonStep, layer: int, spec: AttentionSpec) -> Tensor:
         self.calls["attention"] += 1
-        _, _, _, block_size, num_kv_heads, head_dim = cache.shape
-        tokens, num_heads, _ = query.shape
+        _, _, _, block_size, num_kv_heads, _ = cache.shape
+        tokens, num_heads, head_dim = query.shape
         group = num_heads // num_kv_heads
         key = (spec.window, group)
         if key not in step.launches:
@@ -172,7 +188,8 @@ class TritonKernels(ResidentKernels[TritonStep]):
         for launch in step.launches[key]:
             attention.attend[(launch.items.shape[0] * num_kv_heads,)](
                 query,
-                cache,
+                step.numbers,
+                step.scales,
                 step.tables,
                 launch.items,
                 out,
@@ -195,6 +212,7 @@ class TritonKernels(ResidentKernels[TritonStep]):
                 KEYS=launch.tile.keys,
                 HAS_WINDOW=spec.window is not None,
                 HAS_SOFT_CAP=spec.soft_cap is not None,
+                NUMBERS=NUMBERS.get(cache.dtype, "floats"),
                 PRECISION="ieee",
                 num_warps=launch.tile.warps,
                 num_stages=launch.tile.stages,
@@ -218,7 +236,7 @@ class TritonKernels(ResidentKernels[TritonStep]):
 
     def _plan(self, batch: AttentionBatch, cache: Tensor, window: int | None, group: int) -> list[Launch]:
         """Decode rows and chunks apart: they want tiles of very different height."""
-        num_kv_heads, head_dim = cache.shape[4:]
+        num_kv_heads, head_dim = cache.shape[4], _head_dim(cache)
         starts, contexts = batch.query_starts.numpy(), batch.context_lens.numpy()
         index = np.arange(contexts.size) if batch.lines is None else batch.lines.numpy()
         launches = []
@@ -241,7 +259,7 @@ class TritonKernels(ResidentKernels[TritonStep]):
 
     def _plan_fixed(self, batch: AttentionBatch, cache: Tensor, window: int | None, group: int) -> list[Launch]:
         """One launch, with the most items and partial results that as many decode rows can take."""
-        num_kv_heads, head_dim = cache.shape[4:]
+        num_kv_heads, head_dim = cache.shape[4], _head_dim(cache)
         tile = self.tile("decode", group, cache)
         work = self._padded_work(batch, tile, cache, window, group)
         return [_launch(work, tile, num_kv_heads, head_dim, cache.device)]
@@ -269,10 +287,11 @@ class TritonKernels(ResidentKernels[TritonStep]):
         return self._tiles.get(key) or fixed_tile(key, self._capability)
 
     def tile_key(self, use: Use, group: int, cache: Tensor) -> TileKey:
-        if cache.dtype not in DTYPES:
-            raise ValueError(f"a cache of {cache.dtype} is not supported; supported are {DTYPES}")
-        _, _, _, block_size, _, head_dim = cache.shape
-        return TileKey(use, group, head_dim, block_size, str(cache.dtype).removeprefix("torch."), cache.itemsize)
+        if cache.dtype not in (*DTYPES, *NUMBERS):
+            raise ValueError(f"a cache of {cache.dtype} is not supported; supported are {(*DTYPES, *NUMBERS)}")
+        return TileKey(
+            use, group, _head_dim(cache), cache.shape[3], str(cache.dtype).removeprefix("torch."), cache.itemsize
+        )
 
     def tune(
         self, cache: Tensor, num_heads: int, dtype: torch.dtype, folder: Path, report: Callable[[str], None]
@@ -309,7 +328,7 @@ class TritonKernels(ResidentKernels[TritonStep]):
         if not (self._reaches(source) and self._reaches(destination)):
             return self._staged.copy_blocks(source, destination, pairs)
         device = source.device if source.device.type == "cuda" else destination.device
-        words = block_bytes // 4  # keys and values of two bytes or more: always whole words
+        words = block_bytes // 4  # whole words: numbers of two bytes or more, or heads of a multiple of 4
         pieces = -(-words // COPY_WORDS)
         blocks.copy_blocks[(count * pieces,)](
             _words(source),
@@ -340,6 +359,10 @@ def _launch(work: Work, tile: Tile, num_kv_heads: int, head_dim: int, device: to
         partial=torch.empty((*partials, head_dim), dtype=torch.float32, device=device),
         partial_lse=torch.empty(partials, dtype=torch.float32, device=device),
     )
+
+
+def _head_dim(cache: Tensor) -> int:
+    return cache.shape[5] - entry_elements(0, cache.dtype)
 
 
 def _joined(work: Work) -> Packed:

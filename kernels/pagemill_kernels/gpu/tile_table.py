@@ -17,7 +17,7 @@ from pagemill_kernels.gpu.tiles import Tile
 from pagemill_kernels.gpu.tuning import TileKey, candidates
 
 MOST_BYTES = 1 << 20
-SOURCES = ("attention.py", "tiles.py", "tuning.py")
+SOURCES = ("attention.py", "eight_bits.py", "tiles.py", "tuning.py")
 
 
 def made_with(triton: str) -> str:

@@ -8,6 +8,8 @@ few heads, all dimensions; halves of the rotated part are loaded apart, so that 
 import triton
 import triton.language as tl
 
+from pagemill_kernels.gpu.eight_bits import rounded, scale_of
+
 
 @triton.jit(do_not_specialize=["layer"])
 def rotate_and_write(
@@ -16,6 +18,7 @@ def rotate_and_write(
     sines,
     slots,
     cache,
+    scales,
     layer,
     block_stride,
     token_stride,
@@ -29,8 +32,10 @@ def rotate_and_write(
     HEADS: tl.constexpr,  # noqa: N803
     HALF: tl.constexpr,  # noqa: N803
     REST: tl.constexpr,  # noqa: N803
+    NUMBERS: tl.constexpr,  # noqa: N803
 ):
-    """qkv [T, NUM_HEADS + 2 * KV, D], cosines and sines [T, ROTARY_DIM], slots [T] int32, cache as in `attend`.
+    """qkv [T, NUM_HEADS + 2 * KV, D], cosines and sines [T, ROTARY_DIM], slots [T] int32; cache, scales and NUMBERS
+    as in `attend`.
 
     HALF and REST are powers of two that hold ROTARY_DIM / 2 and HEAD_DIM - ROTARY_DIM; ROTARY_DIM may be 0.
     """
@@ -44,8 +49,12 @@ def rotate_and_write(
     source = qkv + token * token_stride + head * head_stride
     kv_head = tl.where(is_value, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
     kind = layer * 2 + is_value.to(tl.int32)
-    within = (kind * BLOCK_SIZE + slot % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+    PAGE: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM  # noqa: N806
+    PAGE_STRIDE: tl.constexpr = PAGE if NUMBERS == "floats" else PAGE + BLOCK_SIZE * NUM_KV_HEADS * 4  # noqa: N806
+    within = kind * PAGE_STRIDE + slot % BLOCK_SIZE * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
     target = cache + block * block_stride + within
+    peak = tl.zeros([HEADS], tl.float32)
+    fault = tl.zeros([HEADS], tl.float32)
 
     if ROTARY_DIM > 0:
         pair = tl.arange(0, HALF)
@@ -67,12 +76,33 @@ def rotate_and_write(
         tl.store(high, turned_y.to(qkv.dtype.element_ty), mask=is_turned)
         is_written = is_pair[None, :] & is_cached[:, None]
         # As the query's precision has it, whatever the cache's: keys are the same whether read from here or there.
-        kept_x = turned_x.to(qkv.dtype.element_ty).to(cache.dtype.element_ty)
-        kept_y = turned_y.to(qkv.dtype.element_ty).to(cache.dtype.element_ty)
-        tl.store(target[:, None] + pair[None, :], kept_x, mask=is_written)
-        tl.store(target[:, None] + pair[None, :] + ROTARY_DIM // 2, kept_y, mask=is_written)
+        kept_x = turned_x.to(qkv.dtype.element_ty)
+        kept_y = turned_y.to(qkv.dtype.element_ty)
+        if NUMBERS == "floats":
+            tl.store(target[:, None] + pair[None, :], kept_x.to(cache.dtype.element_ty), mask=is_written)
+            upper = target[:, None] + pair[None, :] + ROTARY_DIM // 2
+            tl.store(upper, kept_y.to(cache.dtype.element_ty), mask=is_written)
+        else:
+            wide_x, wide_y = kept_x.to(tl.float32), kept_y.to(tl.float32)
+            peak = tl.max(tl.maximum(tl.abs(wide_x), tl.abs(wide_y)), 1)
+            fault = tl.sum(wide_x * 0.0 + wide_y * 0.0, 1)
     if HEAD_DIM > ROTARY_DIM:
         rest = ROTARY_DIM + tl.arange(0, REST)
         is_copied = (rest < HEAD_DIM)[None, :] & is_cached[:, None]
         z = tl.load(source[:, None] + rest[None, :], mask=is_copied, other=0.0)
-        tl.store(target[:, None] + rest[None, :], z.to(cache.dtype.element_ty), mask=is_copied)
+        if NUMBERS == "floats":
+            tl.store(target[:, None] + rest[None, :], z.to(cache.dtype.element_ty), mask=is_copied)
+        else:
+            wide_z = z.to(tl.float32)
+            peak = tl.maximum(peak, tl.max(tl.abs(wide_z), 1))
+            fault += tl.sum(wide_z * 0.0, 1)
+    if NUMBERS != "floats":
+        scale, inverse = scale_of(peak, fault, NUMBERS)
+        if ROTARY_DIM > 0:
+            tl.store(target[:, None] + pair[None, :], rounded(wide_x * inverse[:, None], NUMBERS), mask=is_written)
+            upper = target[:, None] + pair[None, :] + ROTARY_DIM // 2
+            tl.store(upper, rounded(wide_y * inverse[:, None], NUMBERS), mask=is_written)
+        if HEAD_DIM > ROTARY_DIM:
+            tl.store(target[:, None] + rest[None, :], rounded(wide_z * inverse[:, None], NUMBERS), mask=is_copied)
+        of_page = kind * (PAGE_STRIDE // 4) + PAGE // 4 + kv_head * BLOCK_SIZE + slot % BLOCK_SIZE
+        tl.store(scales + block * (block_stride // 4) + of_page, scale, mask=is_cached)

@@ -1,10 +1,11 @@
 """Builds the Triton kernels for GPUs that need not be there, and says what each takes of a processor.
 
-    python gpu_builds.py TARGET[:HEAD_DIM,…[:DTYPE,…[:GROUP,…]]] …
+    python gpu_builds.py TARGET[:HEAD_DIM,…[:DTYPE,…[:GROUP,…[:VARIANT,…]]]] …
 
-A target is a compute capability (80, 90, 100). What is built is what `TritonKernels` launches for such heads: launches
-are recorded and not run. Prints one JSON object a line; registers, stack and local memory are read off the machine code
-by the cuobjdump that comes with triton. Must run without Triton's interpreter.
+A target is a compute capability (80, 90, 100); a dtype of 8 bits is the cache's, of a model in bfloat16. What is built
+is what `TritonKernels` launches for such heads: launches are recorded and not run. Prints one JSON object a line;
+registers, stack and local memory are read off the machine code by the cuobjdump that comes with triton. Must run
+without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -23,12 +24,28 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pagemill_kernels.gpu import attention, blocks, kernels, write
-from pagemill_kernels.interface import AttentionBatch, AttentionSpec
+from pagemill_kernels.interface import AttentionBatch, AttentionSpec, entry_elements
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SPECS = (AttentionSpec(0.1), AttentionSpec(0.1, 1024), AttentionSpec(0.1, 1024, 30.0))
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+VARIANTS = {
+    "plain": AttentionSpec(0.1),
+    "window": AttentionSpec(0.1, 1024),
+    "soft_cap": AttentionSpec(0.1, 1024, 30.0),
+}
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -85,11 +102,13 @@ def recorders() -> list[Recorder]:
     return found
 
 
-def launch(head_dim: int, dtype: torch.dtype, group: int, capability: int) -> None:
+def launch(head_dim: int, cache_dtype: torch.dtype, group: int, variants: list[str], capability: int) -> None:
     """One iteration of a long decode row and a chunk, with tensors that have no memory."""
     kv_heads, block_size, tokens = 8, 16, 65
     run = kernels.TritonKernels(132, capability)
-    cache = torch.empty((600, 4, 2, block_size, kv_heads, head_dim), dtype=dtype, device="meta")
+    entry = entry_elements(head_dim, cache_dtype)
+    cache = torch.empty((600, 4, 2, block_size, kv_heads, entry), dtype=cache_dtype, device="meta")
+    dtype = torch.bfloat16 if entry > head_dim else cache_dtype
     batch = AttentionBatch(
         query_starts=torch.tensor([0, 1, tokens]),
         context_lens=torch.tensor([9000, 64]),
@@ -102,8 +121,8 @@ def launch(head_dim: int, dtype: torch.dtype, group: int, capability: int) -> No
     qkv = torch.empty((tokens, heads + 2 * kv_heads, head_dim), dtype=dtype, device="meta")
     turns = torch.empty((tokens, 1, head_dim), dtype=dtype, device="meta")
     run.rotate_and_write(qkv, (turns, turns), cache, step, 3)
-    for spec in SPECS:
-        run.attention(qkv[:, :heads], cache, step, 3, spec)
+    for variant in variants:
+        run.attention(qkv[:, :heads], cache, step, 3, VARIANTS[variant])
     run.copy_blocks(cache, cache, torch.zeros(4, 2, dtype=torch.int64))
 
 
@@ -123,6 +142,7 @@ def build(source: Any, options: dict[str, Any], capability: int) -> dict[str, An
         "target": capability,
         "kernel": source.fn.__name__,
         "dtype": next((t for name, t in source.signature.items() if name in ("query", "qkv")), "").lstrip("*"),
+        "numbers": constants.get("NUMBERS"),
         "head_dim": constants.get("HEAD_DIM"),
         "group": constants.get("GROUP"),
         "rows": constants.get("ROWS"),
@@ -141,14 +161,14 @@ def main(arguments: list[str]) -> None:
     made = recorders()
     for argument in arguments:
         target, *lists = argument.split(":")
-        given = (*lists, "", "", "")[:3]
-        head_dims, dtypes, groups = ([entry for entry in part.split(",") if entry] for part in given)
+        given = (*lists, "", "", "", "")[:4]
+        head_dims, dtypes, groups, variants = ([entry for entry in part.split(",") if entry] for part in given)
         for recorder in made:
             recorder.builds.clear()
         for head_dim in map(int, head_dims or HEAD_DIMS):
             for dtype in dtypes or ("bf16", "fp32"):
                 for group in map(int, groups or (4,)):
-                    launch(head_dim, DTYPES[dtype], group, int(target))
+                    launch(head_dim, DTYPES[dtype], group, variants or list(VARIANTS), int(target))
         for recorder in made:
             for source, options in recorder.builds.values():
                 print(json.dumps(build(source, options, int(target))), flush=True)

@@ -6,6 +6,7 @@ own, and that `scripts/gpu_check.sh` runs on a GPU.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.gpu.kernels import TritonKernels, TritonStep
-from pagemill_kernels.interface import AttentionBatch, AttentionSpec
-from pagemill_kernels.reference import TorchKernels
+from pagemill_kernels.interface import LARGEST_NUMBER, SCALE_BYTES, AttentionBatch, AttentionSpec
+from pagemill_kernels.reference import TorchKernels, quantised_entries
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
@@ -56,11 +57,32 @@ def exactly(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", torch.float32, copy=True)
 
 
+def by_page(entries: Tensor) -> Tensor:
+    """Entries in 8 bits as `pagemill_kernels.gpu.eight_bits` lays them out: a page's scales behind all its numbers."""
+    numbers, scales = entries.view(torch.int8).split((entries.shape[5] - SCALE_BYTES, SCALE_BYTES), -1)
+    pages = torch.cat((numbers.flatten(3), scales.transpose(3, 4).flatten(3)), -1)
+    return pages.view(entries.shape).view(entries.dtype)
+
+
+def by_entry(cache: Tensor) -> Tensor:
+    """What `by_page` was made of, on the CPU, as plain torch has it; a cache of floats as it is."""
+    cache = cache.cpu()
+    if cache.dtype not in LARGEST_NUMBER:
+        return cache
+    blocks, layers, kinds, block_size, kv_heads, entry = cache.shape
+    shape = (blocks, layers, kinds, block_size, kv_heads, entry - SCALE_BYTES)
+    size = math.prod(shape[3:])
+    pages = cache.view(torch.int8).flatten(3)
+    scales = pages[..., size:].view(blocks, layers, kinds, kv_heads, block_size, SCALE_BYTES).transpose(3, 4)
+    return torch.cat((pages[..., :size].reshape(shape), scales), -1).view(cache.dtype)
+
+
 @dataclass
 class Case:
     """Rows as (context length, query length), decode rows first, over a pool that is larger than they need.
 
-    Every slot that no row owns holds NaN, and the entries of a block table beyond its row's blocks name no block.
+    Every slot that no row owns holds NaN (in 8 bits a scale that is NaN), and the entries of a block table beyond its
+    row's blocks name no block.
     """
 
     rows: list[tuple[int, int]]
@@ -71,6 +93,7 @@ class Case:
     layers: int = 2
     dtype: torch.dtype = torch.float16
     seed: int = 0
+    cache_dtype: torch.dtype | None = None
     cache: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +108,10 @@ class Case:
             for position in range(context):
                 owned[table[position // self.block_size], position % self.block_size] = True
         cache.permute(0, 3, 1, 2, 4, 5)[~owned] = torch.nan
-        self.cache = cache.to(DEVICE, self.dtype)
+        if self.cache_dtype in LARGEST_NUMBER:
+            self.cache = by_page(quantised_entries(cache, self.cache_dtype)).to(DEVICE)
+        else:
+            self.cache = cache.to(DEVICE, self.cache_dtype or self.dtype)
         total = sum(query for _, query in self.rows)
         heads = self.kv_heads * (self.group + 2)
         self.qkv = torch.randn(total, heads, self.head_dim, generator=g).to(DEVICE, self.dtype)
@@ -120,7 +146,8 @@ class Case:
 
     def expected(self, spec: AttentionSpec, layer: int = 1) -> Tensor:
         """From plain torch in float32 over the same numbers."""
-        cache, qkv = exactly(self.cache), exactly(self.qkv)
+        is_8_bit = self.cache.dtype in LARGEST_NUMBER
+        cache, qkv = by_entry(self.cache) if is_8_bit else exactly(self.cache), exactly(self.qkv)
         reference = TorchKernels()
         step = reference.prepare(self.batch(), cache)
         reference.rotate_and_write(qkv, None, cache, step, layer)
