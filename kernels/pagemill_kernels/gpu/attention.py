@@ -49,7 +49,6 @@ def attend(
     NUMBERS is "floats", or "int8" or "fp8" for a cache in 8 bits, given twice: as int8, and as float32 for its scales.
     """
     LOG2E: tl.constexpr = 1.4426950408889634  # noqa: N806
-    MOST_ROWS_OF_ONE: tl.constexpr = 32  # noqa: N806  # in a tile whose warps have the same rows and other keys
     PAGE: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM  # noqa: N806
     PAGE_STRIDE: tl.constexpr = PAGE if NUMBERS == "floats" else PAGE + BLOCK_SIZE * NUM_KV_HEADS * 4  # noqa: N806
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -98,7 +97,7 @@ def attend(
         if NUMBERS == "floats":
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         else:
-            wide = widened(k, nothing if ROWS > MOST_ROWS_OF_ONE else 0, NUMBERS, q.dtype)
+            wide = widened(k, 0, NUMBERS, q.dtype)
             scores = tl.dot(q, tl.trans(wide), input_precision=PRECISION)
             scores = scores * tl.load(where_scale, mask=is_key, other=0.0)[None, :]
         if HAS_SOFT_CAP:

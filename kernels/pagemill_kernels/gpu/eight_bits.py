@@ -14,8 +14,8 @@ def widened(numbers, nothing, NUMBERS: tl.constexpr, dtype: tl.constexpr):  # no
     """Numbers, which come as int8, as floats of ``dtype``. ``nothing`` is 0.
 
     Where the compiler does not know that it is, numbers are widened as they were loaded, and then laid out for a matrix
-    product. Else it is the other way round: good for keys, which lie as the product wants them, if no other warp needs
-    the same ones; values would be read byte by byte.
+    product. Else it is the other way round: good for keys, which lie as the product wants them; values would be read
+    byte by byte.
     """
     if NUMBERS == "fp8":
         # Sign, exponent and mantissa at the places of float32's, whose bias is 120 more; subnormal numbers come along.

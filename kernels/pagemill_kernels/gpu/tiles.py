@@ -65,8 +65,9 @@ def chunk_tile(group: int, head_dim: int, itemsize: int, capability: int) -> Til
         # Eight warps are built at 64 registers before 9.0, one too few, and four spill from 9.0 on.
         return Tile(rows, 16, (4 if capability < 90 else 8) if rows == 32 else 16, 2)
     if head_dim <= 128:
-        # Before 9.0 products read registers, where numbers of 8 bits that are being widened leave less room.
-        return Tile(max(128, power_of_two(group)), 32 if itemsize == 1 and capability < 90 else 64, 8, 2)
+        # Before 9.0 every warp widens all keys of 8 bits for itself, in its registers.
+        keys = 32 if itemsize == 1 and capability < 90 and head_dim > 64 else 64
+        return Tile(max(128, power_of_two(group)), keys, 8, 2)
     rows = max(64, power_of_two(group))
     # With 8 warps triton 3.7 builds for 10.0 at 128 registers and leaves three values on the stack; four warps may have
     # twice as many. Elsewhere four have too few.
