@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from pagemill_gateway.bodies import RequestBody
 from pagemill_gateway.chat_body import ChatBody
@@ -168,3 +169,38 @@ def test_a_request_id_is_printable(cls: type[RequestBody], given: str) -> None:
     body = BASES[cls]
     assert refusal(cls, **body, request_id=given).param == "request_id"
     parse_body(cls, json.dumps(body | {"request_id": "req_1/2-~!"}).encode())
+
+
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    ("cls", "body"),
+    [
+        (ChatBody, {"messages": [1] * MANY}),
+        (ChatBody, {"messages": [{"role": "user", "content": [1] * MANY}]}),
+        (ChatBody, {"messages": [HI], "tools": [1] * MANY}),
+        (ChatBody, {"messages": [HI], "stop_token_ids": ["x"] * MANY}),
+        (ChatBody, {"messages": [HI], "logit_bias": {str(i): "x" for i in range(MANY)}}),
+        (ChatBody, {"messages": [HI], "structured_outputs": {"choice": [1] * MANY}}),
+        (CompletionBody, {"prompt": ["a", *[1] * MANY]}),
+        (CompletionBody, {"prompt": "x", "bad_words": [1] * MANY}),
+        (ResponseBody, {"input": [1] * MANY}),
+        (ResponseBody, {"input": [{"role": "user", "content": [1] * MANY}]}),
+        (ResponseBody, {"input": "x", "metadata": {str(i): 1 for i in range(MANY)}}),
+        (ResponseBody, {"input": "x", "include": ["x"] * MANY}),
+    ],
+)
+def test_many_faults_cost_no_more_than_a_few(cls: type[RequestBody], body: dict[str, Any]) -> None:
+    """pydantic would make an object of several hundred bytes, and some microseconds of work, of each."""
+    with pytest.raises(ValidationError) as caught:
+        cls.model_validate(body)
+    assert caught.value.error_count() < 1500
+    assert refusal(cls, **body).param is not None
+
+
+def test_many_unknown_fields() -> None:
+    unknown = {f"unknown{i}": 1 for i in range(MANY)}
+    error = refusal(CompletionBody, prompt="x", **unknown)
+    assert (error.param, error.message) == ("unknown0", "unrecognized request argument: unknown0")
+    assert "20000 faults" in refusal(ChatBody, messages=[HI | unknown]).message

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError
 
 
@@ -49,6 +49,17 @@ def field_error(param: str, message: str) -> PydanticCustomError:
 def item_error(item: tuple[str | int, ...], message: str) -> PydanticCustomError:
     """An error about a part of the field that is validated: the names and positions that lead to it."""
     return PydanticCustomError("item", "{reason}", {"item": item, "reason": message})
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Of an object's entries, checked before each of them is: a million bad ones would be a million errors."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"at most {count} entries are allowed, not {len(value)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class RequestBody(BaseModel):

@@ -107,7 +107,7 @@ MAX_TEMPLATE = 65_536
 class ConversationFields(ToolFields):
     """How messages become a prompt; shared by chat completions and tokenize."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from pagemill_gateway.bodies import NOTHING, OFF, Accepts, RequestBody, field_error, item_error, only
+from pagemill_gateway.bodies import NOTHING, OFF, Accepts, RequestBody, at_most, field_error, item_error, only
 from pagemill_gateway.group_fields import GroupFields
 from pagemill_gateway.prompt_fields import PromptFields
 from pagemill_gateway.request_ids import RequestId
@@ -71,8 +71,8 @@ class GenerationBody(PromptFields, StructuredFields, GroupFields, RequestBody):
     repetition_penalty: float | None = Field(None, ge=1e-4, le=1e4)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(
-        None, max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], at_most(MAX_LOGIT_BIAS)] | None = (
+        Field(None, max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}})
     )
     allowed_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(
         None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS

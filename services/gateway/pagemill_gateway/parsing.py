@@ -12,6 +12,7 @@ from pagemill_gateway.bodies import RequestBody
 from pagemill_gateway.errors import ApiError
 
 _MAX_SHOWN = 64
+_MAX_FAULTS = 5000
 _PLAIN = frozenset({int, str, dict, bool})
 """Types of items in which no whole number can hide."""
 
@@ -39,6 +40,10 @@ def parse_body(cls: type[R], raw: bytes) -> R:
             raise ApiError(400, accepts.refusal(name), param=name, code="unsupported_parameter")
     for name in cls.ignored:
         data.pop(name, None)
+    for name in data:
+        if name not in known:
+            shown = name[:_MAX_SHOWN]
+            raise ApiError(400, f"unrecognized request argument: {shown}", param=shown)
     try:
         return cls.model_validate(data)
     except ValidationError as error:
@@ -55,11 +60,12 @@ def _whole(value: Any) -> Any:
 
 
 def _validation_error(data: dict[str, Any], error: ValidationError) -> ApiError:
+    if error.error_count() > _MAX_FAULTS:  # pydantic can only tell of all of them, at some microseconds each
+        message = f"the body has {error.error_count()} faults: an object in it has far too many fields"
+        return ApiError(400, message, code="invalid_value")
     first, *others = _same_fault(data, error.errors(include_url=False))
     context = first.get("ctx", {})
     param = str(context.get("param", "")) or param_name(field_path(data, first))
-    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-        return ApiError(400, f"unrecognized request argument: {param[:_MAX_SHOWN]}", param=param[:_MAX_SHOWN])
     message = " or ".join(
         [_words(first), *dict.fromkeys(_words(other).removeprefix("Input should be ") for other in others)]
     )

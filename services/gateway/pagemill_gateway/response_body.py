@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pagemill_gateway.bodies import NOTHING, OFF, Accepts, RequestBody, field_error, only
+from pagemill_gateway.bodies import NOTHING, OFF, Accepts, RequestBody, at_most, field_error, only
 from pagemill_gateway.chat_body import ChatBody
 from pagemill_shared.sampling import MAX_LOGPROBS, MAX_TOKENS
 
@@ -27,7 +27,7 @@ class InputMessage(BaseModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText]
+    content: str | Annotated[list[InputText], Field(fail_fast=True)]
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: str | None = None
@@ -84,7 +84,7 @@ class ResponseBody(RequestBody):
         }
     )
 
-    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    input: str | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     temperature: float | None = Field(None, ge=0.0, le=100.0)
@@ -92,7 +92,7 @@ class ResponseBody(RequestBody):
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list, max_length=16)
     text: TextOptions = Field(default_factory=TextOptions)
-    metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, str], Field(max_length=16), at_most(16)] = Field(default_factory=dict)
     stream: bool = False
 
     @model_validator(mode="after")
