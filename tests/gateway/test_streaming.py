@@ -232,6 +232,21 @@ def test_a_choice_that_ends_while_another_ones_news_are_sent_is_not_lost(when: s
     assert streamed(output, end_another) == b"first, second, third, end"
 
 
+def test_a_choice_that_ends_while_its_own_first_piece_is_sent_ends_once() -> None:
+    first, second = named_choice("first"), named_choice("second")
+    first.finish_reason = None
+    output = Output([first, second], streaming=True)
+    output.add(first, 1)
+
+    def end_both(kind: str) -> None:
+        if kind == "http.response.start":
+            for choice in (second, first):
+                choice.finish_reason = "stop"
+                output.add(choice, 1)
+
+    assert streamed(output, end_both) == b"first, second, end"
+
+
 @pytest.mark.parametrize("byte", ["ð", "Ģ"])  # 0xF0, 0x80 in the tokenizer's alphabet
 @pytest.mark.parametrize("stop", [None, "zz"])
 def test_a_lone_byte_for_ever_holds_nothing_back(api: Stage, byte: str, stop: str | None) -> None:

@@ -92,6 +92,10 @@ class Output:
                 await self._waiter
             finally:
                 self._waiter = None
+        return self.take()
+
+    def take(self) -> list[Choice]:
+        """The choices with something new now, perhaps none."""
         news = list(self._news)
         self._news.clear()
         self._unread = 0

@@ -111,6 +111,7 @@ async def send_stream(exchange: Exchange, generation: Generation, writer: EventW
         if output.error is not None and not news:
             raise output.error
         await exchange.start_stream()
+        news = [*dict.fromkeys([*news, *output.take()])]  # one that has ended meanwhile is written once, all of it
         events = "".join(map(writer.opening, output.choices))
         while True:
             for choice in news:
