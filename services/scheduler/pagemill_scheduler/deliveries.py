@@ -59,19 +59,28 @@ class Page:
         return bool(self.columns or self.failures or self.reports)
 
     def build(self, epoch: int, number: int) -> Delivery:
-        arrays: dict[str, Any] = {}
-        if self.columns:
-            names = ("handles", "sequences", "offsets", "counts", "finishes", "cached_tokens")
-            arrays = {name: _joined(c) for name, c in zip(names, zip(*self.columns, strict=True), strict=True)}
-            arrays["scores"] = _joined(self.scores)
-            arrays["token_ids"] = _joined(self.tokens)
+        logprobs = pack_logprobs(self.logprob_rows, self.logprob_entries)
+        failures, reports = tuple(self.failures), tuple(self.reports)
+        if not self.columns:
+            return Delivery(epoch, number, logprobs=logprobs, failures=failures, reports=reports)
+        columns: abc.Sequence[Int32Array] = self.columns[0]
+        if len(self.columns) > 1:
+            columns = [np.concatenate(column) for column in zip(*self.columns, strict=True)]
+        handles, sequences, offsets, counts, finishes, cached_tokens = columns
         return Delivery(
             epoch,
             number,
-            **arrays,
-            logprobs=pack_logprobs(self.logprob_rows, self.logprob_entries),
-            failures=tuple(self.failures),
-            reports=tuple(self.reports),
+            handles,
+            sequences,
+            offsets,
+            counts,
+            finishes,
+            cached_tokens,
+            _joined(self.scores),
+            _joined(self.tokens),
+            logprobs,
+            failures,
+            reports,
         )
 
 

@@ -55,7 +55,7 @@ def _refusal(state: State, hello: WorkerHello, others: list[WorkerState]) -> str
 
 
 def _fresh(state: State, hello: WorkerHello) -> tuple[SlotTable, BlockPool, HostPool]:
-    table = SlotTable(state.config.seats, max_length(hello), hello.block_size, hello.vocab_size)
+    table = SlotTable(state.config.seats, max_length(hello), hello.block_size)
     return table, BlockPool(hello.num_blocks, hello.block_size), HostPool(hello.num_swap_blocks)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """Where a request stands. ``TRANSITIONS`` lists the legal moves."""
+    """Where a request stands: it moves between waiting and running, and from both to ended."""
 
     WAITING = "waiting"
     """In the queue; never started, or preempted."""
@@ -26,13 +26,6 @@ class Status(StrEnum):
     """Its sequences have slots on a worker."""
     ENDED = "ended"
     """Finished, failed or aborted: owns nothing."""
-
-
-TRANSITIONS: dict[Status, tuple[Status, ...]] = {
-    Status.WAITING: (Status.RUNNING, Status.ENDED),
-    Status.RUNNING: (Status.WAITING, Status.ENDED),
-    Status.ENDED: (),
-}
 
 
 class IllegalTransitionError(Exception):
@@ -214,7 +207,7 @@ class Request:
         Raises:
             IllegalTransitionError: leaves the request as it was.
         """
-        if status not in TRANSITIONS[self.status]:
+        if status is self.status or self.status is Status.ENDED:
             raise IllegalTransitionError(f"request {self.request_id}: {self.status.value} -> {status.value}")
         self.status = status
 

@@ -12,6 +12,7 @@ from pagemill_shared.schema import Int32Array
 
 _NONE = -1
 _ONE = np.ones((), np.int32)
+_LOW_BITS = np.array(4095, np.int32)
 
 Slots = npt.NDArray[np.intp]
 """[K] rows of the arrays. Indices of this type are the ones that numpy need not convert."""
@@ -48,7 +49,7 @@ class SlotTable:
         key, arrival: [capacity] int64, the request's rank.
     """
 
-    def __init__(self, capacity: int, max_length: int, block_size: int, vocab_size: int) -> None:
+    def __init__(self, capacity: int, max_length: int, block_size: int) -> None:
         self.capacity, self.max_length, self.block_size = capacity, max_length, block_size
         max_blocks = -(-max_length // block_size)
         # np.empty: the system backs these lazily, row by row, as far as sequences really grow.
@@ -90,9 +91,10 @@ class SlotTable:
         self._free = list(range(capacity - 1, -1, -1))
         self._used = np.zeros(capacity, np.bool_)
         self._slots: Slots | None = None
-        # By token: whether it ends some row. Most end none, so one look-up tells the few that must be looked at.
-        self._ends_some = np.zeros(vocab_size, np.bool_)
-        self._ends: dict[int, int] = {}  # how many rows
+        # By the low bits of a token: whether there may be a row that it ends. Mostly there is none, so one look-up in
+        # a table that stays in the cache tells the few that must be looked at.
+        self._ends_some = np.zeros(int(_LOW_BITS) + 1, np.bool_)
+        self._ends: dict[int, int] = {}  # by those bits, how many rows
         self._priorities: dict[int, int] = {}  # how many rows have it
         self.top = 0
 
@@ -191,10 +193,11 @@ class SlotTable:
         priorities, ends = self._priorities, self._ends
         priorities[request.priority] = priorities.get(request.priority, 0) + 1
         for token in request.end_ids:
-            rows = ends.get(token, 0)
-            ends[token] = rows + 1
-            if not rows and token < len(self._ends_some):  # others are never sampled
-                self._ends_some[token] = True
+            low = token & (len(self._ends_some) - 1)
+            rows = ends.get(low, 0)
+            ends[low] = rows + 1
+            if not rows:
+                self._ends_some[low] = True
         self.num_siblings += request.width > 1
 
     def _uncount(self, request: Request) -> None:
@@ -205,13 +208,13 @@ class SlotTable:
         else:
             del priorities[request.priority]
         for token in request.end_ids:
-            rows = ends[token] - 1
+            low = token & (len(self._ends_some) - 1)
+            rows = ends[low] - 1
             if rows:
-                ends[token] = rows
-                continue
-            del ends[token]
-            if token < len(self._ends_some):
-                self._ends_some[token] = False
+                ends[low] = rows
+            else:
+                del ends[low]
+                self._ends_some[low] = False
         self.num_siblings -= request.width > 1
 
     def fork(self, parent: int, child: int) -> None:
@@ -332,7 +335,7 @@ class SlotTable:
         """For which of ``slots``, by place, the token just appended, which made it ``length`` long, is an end or stop
         token."""
         hits: list[int] = []
-        for i in self._ends_some[tokens.astype(np.intp)].nonzero()[0].tolist():
+        for i in self._ends_some[(tokens & _LOW_BITS).astype(np.intp)].nonzero()[0].tolist():
             slot = slots.item(i)
             if tokens.item(i) in self.sequence(slot).request.end_ids and length.item(i) >= self.min_length.item(slot):
                 hits.append(i)
