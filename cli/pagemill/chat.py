@@ -110,8 +110,8 @@ def _answer_once(server: Server, conversation: Conversation, text: str) -> int:
     said = False
     try:
         for piece, _ in server.stream_chat(conversation.ask(text)):
+            said = said or piece != ""  # before it is written: Ctrl-C may come right behind it
             _write(piece)
-            said = said or piece != ""
         said = True  # an answer without text is an empty line
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

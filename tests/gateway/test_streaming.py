@@ -220,13 +220,15 @@ def test_a_choice_that_ends_while_another_ones_news_are_sent_is_not_lost(when: s
     """As it happens with short answers to several prompts: the last of them ends before the status line is out."""
     first, second, third = (named_choice(name) for name in ("first", "second", "third"))
     output = Output([first, second, third], streaming=True)
+    first.finish_reason = None if when == "http.response.start" else "stop"
     output.add(first, 1)
-    late = [second, third]
+    first.finish_reason = "stop"
+    late = [second, third, first] if when == "http.response.start" else [second, third]
 
     def end_another(kind: str) -> None:
         if kind == when and late:
             for choice in late:
-                output.add(choice, 1)
+                output.add(choice, 1)  # for `first` it is its end, which must not be told twice
             late.clear()
 
     assert streamed(output, end_another) == b"first, second, third, end"

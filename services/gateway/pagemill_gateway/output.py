@@ -52,11 +52,6 @@ class Output:
         return self.error is not None or self.client_gone or not self.open_choices
 
     @property
-    def told(self) -> bool:
-        """Whether there is nothing more to give out. Choices may end, too, while earlier news are on their way."""
-        return self.client_gone or (self.done and not self._news)
-
-    @property
     def unread(self) -> bool:
         """Whether more waits for the client than may wait."""
         return self.streaming and self._unread > self._most_unread

@@ -116,7 +116,7 @@ async def send_stream(exchange: Exchange, generation: Generation, writer: EventW
         while True:
             for choice in news:
                 events += writer.news(choice)
-            if output.told:
+            if output.done:
                 break
             if events:
                 await exchange.write(events.encode())
