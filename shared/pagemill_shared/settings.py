@@ -239,6 +239,14 @@ class SchedulingSettings(SettingsGroup):
     max_num_batched_tokens: int = Field(
         2048, ge=1, le=4_194_304, description="most tokens that one iteration computes (prefill chunks included)"
     )
+    max_prefill_seconds: float = Field(
+        0.5,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds that the prompt tokens of one iteration may take by the worker's measured rate, for as long "
+        "its running streams stand still (64 tokens may always be computed); 0 means that only --max-num-batched-tokens "
+        "bounds them",
+    )
     pipeline_depth: int = Field(2, ge=1, le=2, description="plans in flight per worker")
     preemption_mode: Literal["auto", "swap", "recompute"] = Field(
         "auto", description="what becomes of a preempted request's KV blocks; `auto` takes what costs less"

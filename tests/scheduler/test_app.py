@@ -342,6 +342,7 @@ def test_every_policy_setting_reaches_the_core(fleet: Fleet) -> None:
     values = {
         "max_num_seqs": 7,
         "max_num_batched_tokens": 77,
+        "max_prefill_seconds": 0.3,
         "pipeline_depth": 1,
         "heartbeat_interval": 0.7,
         "peer_timeout": 7.0,

@@ -41,6 +41,44 @@ def test_a_long_prompt_stalls_nobody_and_is_hardly_delayed(depth: int) -> None:
     assert rounds_for_the_prompt(others=True) <= 1.1 * rounds_for_the_prompt(others=False) + 1
 
 
+@pytest.mark.parametrize(
+    ("rate", "seconds", "budget"),
+    [(500.0, 0.5, 250), (1.0, 0.5, 64), (1e9, 0.5, 1000), (float("inf"), 0.5, 1000), (500.0, 0.0, 1000)],
+)
+def test_a_slow_worker_computes_few_prompt_tokens_at_a_time(rate: float, seconds: float, budget: int) -> None:
+    core = single(
+        num_blocks=400,
+        max_num_batched_tokens=1000,
+        max_prefill_seconds=seconds,
+        prefill_tokens_per_s=rate,
+        max_num_seqs=30,
+    )
+    running = [core.submit(ids(5, first), greedy(200)) for first in range(20)]
+    core.step(12)
+    del core.plans[:]
+    long, before = core.submit(ids(3000, 99), greedy(3)), [core.count(handle) for handle in running]
+    while not core.count(long):
+        core.step()
+    gained = [core.count(handle) - count for handle, count in zip(running, before, strict=True)]
+    chunks = [plan.prefill_chunks[:, 2].sum() for plan in core.plans]
+    assert max(chunks) == min(budget, 1000 - len(running))  # decode rows are not part of it
+    assert min(gained) >= len(core.plans) - 2
+    core.step(4)
+    core.check(long)
+    [worker] = core.simulation.snapshot()["workers"]  # type: ignore[misc]
+    assert worker["prefill_budget"] == budget
+
+
+def test_short_prompts_pass_a_long_one_on_a_slow_worker() -> None:
+    core = single(num_blocks=400, max_num_batched_tokens=2048, max_prefill_seconds=0.5, prefill_tokens_per_s=500.0)
+    long = core.submit(ids(4000), greedy(3))
+    core.step(2)
+    assert first_token_after(core, core.submit(ids(120, 2), greedy(1)), 4) <= 4
+    assert not core.count(long)
+    core.run()
+    core.check(long)
+
+
 def test_an_urgent_request_gets_a_seat_within_two_plans() -> None:
     core = single(num_blocks=100, max_num_seqs=2)
     low = [core.submit(ids(5, first), greedy(200), priority=10) for first in (1, 2)]

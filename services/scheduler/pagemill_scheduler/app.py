@@ -70,6 +70,7 @@ def core_config(settings: SchedulerSettings) -> CoreConfig:
     return CoreConfig(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_prefill_seconds=settings.max_prefill_seconds,
         pipeline_depth=settings.pipeline_depth,
         preemption_mode=settings.preemption_mode,
         prefix_caching=settings.enable_prefix_caching,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+MIN_PREFILL_TOKENS = 64
+"""An iteration may compute so many prompt tokens on any worker: fewer would waste the reading of the weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
@@ -13,6 +16,8 @@ class CoreConfig:
     Attributes:
         max_num_seqs: most sequences that one worker runs at once.
         max_num_batched_tokens: token budget of one iteration, prefill chunks included.
+        max_prefill_seconds: what the prompt tokens of one iteration may take by their worker's measured rate; 0 means
+            that only the token budget bounds them.
         pipeline_depth: plans in flight per worker, 1 or 2.
         preemption_mode: what happens to the keys and values of a preempted request: ``swap`` to host memory while there
             is room, ``recompute``, or ``auto``, whatever costs less by the worker's measured rates.
@@ -31,6 +36,7 @@ class CoreConfig:
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_prefill_seconds: float = 0.0
     pipeline_depth: int = 2
     preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     prefix_caching: bool = True
@@ -49,3 +55,11 @@ class CoreConfig:
         """Most running sequences per worker: every one of them must fit the token budget of an iteration, or those
         that are left over would starve."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    def prefill_budget(self, tokens_per_s: float) -> int:
+        """Most prompt tokens of one iteration on a worker that computes ``tokens_per_s`` of them: all streams on it
+        stand still while they are computed."""
+        if not self.max_prefill_seconds:
+            return self.max_num_batched_tokens
+        bound = max(tokens_per_s * self.max_prefill_seconds, float(MIN_PREFILL_TOKENS))
+        return int(min(bound, float(self.max_num_batched_tokens)))

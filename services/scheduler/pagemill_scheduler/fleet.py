@@ -24,7 +24,8 @@ def join(state: State, peer: Peer, hello: WorkerHello, now: float) -> None:
         state.log("error", "worker refused", worker=hello.identity, reason=refusal)
         refresh_status(state, now)
         return
-    worker = WorkerState(peer, hello, now, *_fresh(state, hello), heartbeat_at=now, progress_at=now)
+    budget = state.config.prefill_budget(hello.prefill_tokens_per_s)
+    worker = WorkerState(peer, hello, now, *_fresh(state, hello), budget, heartbeat_at=now, progress_at=now)
     state.workers[hello.identity] = worker
     state.peers[peer] = worker
     _welcome(state, worker)
@@ -38,6 +39,7 @@ def join(state: State, peer: Peer, hello: WorkerHello, now: float) -> None:
         kernels=hello.kernels,
         num_blocks=hello.num_blocks,
         block_size=hello.block_size,
+        prefill_budget=worker.prefill_budget,
         epoch=worker.outgoing.epoch,
     )
     refresh_status(state, now)

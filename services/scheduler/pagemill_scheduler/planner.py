@@ -22,7 +22,8 @@ _ONE = np.ones((), np.int32)
 _NO_SLOTS = np.zeros(0, np.intp)
 
 SHORT_SHARE = 10
-"""One in so many tokens of an iteration is for short newcomers while a longer prompt is being computed."""
+"""One in so many tokens of the budget is for short newcomers while a longer prompt is being computed, but at most half
+of the prompt tokens of an iteration."""
 
 
 class Draft:
@@ -49,8 +50,9 @@ def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | 
     """The worker's next plan, or None when there is nothing for it to compute.
 
     Decode rows come first and take one token of the budget each; what is left goes to prefill chunks in order of
-    arrival, then to newcomers. So a long prompt never stalls running streams. Nor does it stall short ones for long:
-    while a prompt is computed in chunks, a small share of the budget is for newcomers that need no more than that.
+    arrival, then to newcomers, as far as the worker computes it soon enough. So a long prompt never stalls running
+    streams. Nor does it stall short ones for long: while a prompt is computed in chunks, a small share of the budget is
+    for newcomers that need no more than that.
     """
     draft = Draft(state.config.max_num_batched_tokens)
     if worker.table.num_awaiting:
@@ -58,9 +60,11 @@ def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | 
     if not worker.leaving:
         _make_way(state, worker)
     left = _decode(state, worker, draft)
+    draft.budget = min(draft.budget, worker.prefill_budget)
     prefilling = _prefilling(worker, left)
     if prefilling and not worker.leaving:
-        _start_newcomers(state, worker, draft, now, state.config.max_num_batched_tokens // SHORT_SHARE)
+        share = min(state.config.max_num_batched_tokens // SHORT_SHARE, worker.prefill_budget // 2)
+        _start_newcomers(state, worker, draft, now, share)
     for slot in prefilling:
         if not draft.budget:
             break

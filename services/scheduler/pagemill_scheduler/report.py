@@ -65,6 +65,7 @@ def _worker(worker: WorkerState, figures: waste.Waste, now: float) -> dict[str, 
         "running_sequences": len(worker.table),
         "last_heard_seconds_ago": round(now - worker.last_heard, 3),
         "prefill_tokens_per_s": hello.prefill_tokens_per_s,
+        "prefill_budget": worker.prefill_budget,
         "blocks": {
             "size": hello.block_size,
             "total": pool.num_blocks,

@@ -106,6 +106,7 @@ class WorkerState:
     """One worker.
 
     Attributes:
+        prefill_budget: most prompt tokens of one of its iterations.
         seats_taken: slots in use or reserved.
         progress_at: when it last began or advanced: a plan's deadline counts from there.
         leaving: it was told to stop; takes no new work.
@@ -118,6 +119,7 @@ class WorkerState:
     table: SlotTable
     pool: BlockPool
     host: HostPool
+    prefill_budget: int
     notes: Notes = field(default_factory=Notes)
     seats_taken: int = 0
     outgoing: Outgoing = field(default_factory=Outgoing)
