@@ -137,7 +137,9 @@ class FleetSettings(SettingsGroup):
     group: ClassVar[str] = "Scheduling"
 
     no_worker_timeout: float = Field(
-        5.0, ge=0, description="seconds that requests wait when no worker is left, before they fail"
+        5.0,
+        ge=0,
+        description="seconds that new requests wait for a worker when the last one has gone, before they get 503",
     )
 
 
@@ -243,15 +245,21 @@ class SchedulingSettings(SettingsGroup):
         0.5,
         ge=0,
         allow_inf_nan=False,
-        description="seconds that the prompt tokens of one iteration may take by the worker's measured rate, for as long "
-        "its running streams stand still (64 tokens may always be computed); 0 means that only --max-num-batched-tokens "
-        "bounds them",
+        description="seconds that the prompt tokens of one iteration may take by the worker's measured rate, since its "
+        "running streams stand still meanwhile (64 tokens may always be computed); 0 means that only "
+        "--max-num-batched-tokens bounds them",
     )
     pipeline_depth: int = Field(2, ge=1, le=2, description="plans in flight per worker")
     preemption_mode: Literal["auto", "swap", "recompute"] = Field(
         "auto", description="what becomes of a preempted request's KV blocks; `auto` takes what costs less"
     )
     enable_prefix_caching: bool = Field(True, description="reuse KV blocks of prompts that begin alike")
+    worker_return_timeout: float = Field(
+        60.0,
+        ge=0,
+        description="seconds that open requests wait for a worker when the last one has gone, before they fail; never "
+        "less than --no-worker-timeout",
+    )
     priority_aging: float = Field(
         0.0, ge=0, description="seconds of waiting that outweigh one step of priority; 0 means that none does"
     )

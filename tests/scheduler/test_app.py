@@ -347,6 +347,7 @@ def test_every_policy_setting_reaches_the_core(fleet: Fleet) -> None:
         "heartbeat_interval": 0.7,
         "peer_timeout": 7.0,
         "no_worker_timeout": 0.07,
+        "worker_return_timeout": 0.7,
         "check_invariants": True,
     }
     config = core_config(settings(fleet, **values))

@@ -179,9 +179,15 @@ def test_a_resynchronisation_and_a_departure_are_no_deaths() -> None:
     assert core.ended(handle)["outcome"] == "finished"
 
 
+def lose_worker(core: Single) -> None:
+    core.simulation.kill(core.worker)
+    while core.simulation.snapshot()["ready_workers"]:
+        core.simulation.beat()
+
+
 def test_without_a_worker_requests_wait_and_then_fail() -> None:
     core = single(num_blocks=40, no_worker_timeout=5.0)
-    core.simulation.kill(core.worker)
+    lose_worker(core)
     early = core.submit(ids(5), greedy(5))
     for _ in range(8):
         core.simulation.beat()
@@ -196,6 +202,37 @@ def test_without_a_worker_requests_wait_and_then_fail() -> None:
     core.simulation.add_worker("v", num_blocks=40)
     core.run()
     core.check(late)
+
+
+def test_what_was_open_when_the_last_worker_went_waits_longer_for_the_next() -> None:
+    core = single(num_blocks=40, no_worker_timeout=2.0, worker_return_timeout=9.0)
+    begun, queued = core.submit(ids(5), greedy(30)), core.submit(ids(630), greedy(5))
+    core.step(3)
+    assert core.info(queued)["status"] == "waiting"
+    lose_worker(core)
+    failed = []
+    late = core.submit(ids(5), greedy(5))
+    while core.answer(queued).failure is None:
+        core.simulation.beat()
+        failed.append([h for h in (begun, late, queued) if core.answer(h).failure is not None])
+    assert failed[-1] == [begun, late, queued]
+    assert failed[-2] == [late]
+    failure = core.answer(begun).failure
+    assert failure is not None
+    assert (failure.code, failure.message) == ("no_worker", "no worker has been ready for 9.0 s")
+
+
+def test_what_was_open_when_the_last_worker_went_goes_on_with_the_next() -> None:
+    core = single(num_blocks=40)
+    begun = core.submit(ids(5), greedy(30))
+    core.step(3)
+    lose_worker(core)
+    lost_at = core.simulation.now
+    while core.simulation.now < lost_at + 30:
+        core.simulation.beat()
+    core.simulation.add_worker("v", num_blocks=40)
+    core.run()
+    core.check(begun)
 
 
 def test_what_came_while_no_worker_was_there_is_checked_when_one_is() -> None:

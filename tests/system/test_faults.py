@@ -161,7 +161,7 @@ def test_without_a_new_worker_requests_end_with_a_clear_error(cache: Path) -> No
     with ipc_folder() as folder:
         lonely = SeparateProcesses(folder, cache)
         try:
-            lonely.start_scheduler(no_worker_timeout=0.5)
+            lonely.start_scheduler(no_worker_timeout=0.5, worker_return_timeout=0.5)
             lonely.start_gateway(no_worker_timeout=0.5)
             worker = lonely.start_worker(num_kv_blocks=64)
             lonely.until_ready()

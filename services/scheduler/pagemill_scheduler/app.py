@@ -78,6 +78,7 @@ def core_config(settings: SchedulerSettings) -> CoreConfig:
         heartbeat_interval=settings.heartbeat_interval,
         peer_timeout=settings.peer_timeout,
         no_worker_timeout=settings.no_worker_timeout,
+        worker_return_timeout=settings.worker_return_timeout,
         check_invariants=settings.check_invariants,
     )
 

@@ -28,7 +28,8 @@ class CoreConfig:
         heartbeat_interval: how often each peer hears from us.
         peer_timeout: silence after which a peer is lost.
         plan_deadline: time that any plan may take, beside what its tokens need at the worker's measured rate.
-        no_worker_timeout: how long requests wait when no worker is ready, before they fail.
+        no_worker_timeout: how long requests that come while no worker is ready wait for one, before they fail.
+        worker_return_timeout: how long those that were open when the last worker went wait, if that is longer.
         grammar_timeout: how long a sequence waits for its worker to compile its grammar; without it, it fails.
         max_deaths: deaths of its worker after which a request is failed instead of moved (it may be the cause).
         check_invariants: check the whole state after every event.
@@ -46,6 +47,7 @@ class CoreConfig:
     peer_timeout: float = 3.0
     plan_deadline: float = 30.0
     no_worker_timeout: float = 5.0
+    worker_return_timeout: float = 60.0
     grammar_timeout: float = 10.0
     max_deaths: int = 2
     check_invariants: bool = False

@@ -200,10 +200,12 @@ def sequence_finished(state: State, gateway: GatewayState, message: SequenceFini
 def expire(state: State, now: float) -> None:
     """Fail what waits in vain: no worker is left for too long, or those that are left are too small."""
     if state.no_worker_since is not None:
-        timeout = state.config.no_worker_timeout
+        config, since = state.config, state.no_worker_since
         for request in list(state.queue):
-            waited = now - max(state.no_worker_since, request.arrived_at)
-            if waited >= timeout:
+            waited, patience = now - max(since, request.arrived_at), config.no_worker_timeout
+            if request.arrived_at < since:  # open when the last worker went: its client may have half an answer
+                patience = max(patience, config.worker_return_timeout)
+            if waited >= patience:
                 message = f"no worker has been ready for {waited:.1f} s"
                 lifecycle.fail(state, request, "no_worker", message)
     elif state.fleet_changed:
