@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from pagemill.server_api import UnsendableError, check_sendable
 
 RETRIED = frozenset({429, 503})
 """Statuses that say: later."""
@@ -54,10 +57,14 @@ def read_requests(lines: Iterable[bytes]) -> Iterator[BatchRequest | BadLine]:
         if not raw.strip():
             continue
         try:
-            line = _Line.model_validate(json.loads(raw))
+            line = _Line.model_validate(json.loads(raw, parse_constant=_no_number))
+            check_sendable(line.body)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            yield BadLine(number, f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}")
+            yield BadLine(number, f"{'.'.join(map(str, first['loc'])) or 'the line'}: {_words(first)}")
+            continue
+        except UnsendableError as error:
+            yield BadLine(number, f"body: {error}")
             continue
         except (ValueError, RecursionError) as error:
             yield BadLine(number, f"not valid JSON: {error}")
@@ -69,6 +76,16 @@ def read_requests(lines: Iterable[bytes]) -> Iterator[BatchRequest | BadLine]:
             yield BadLine(number, "body.stream: the answers of a batch come whole")
         else:
             yield BatchRequest(number, line.custom_id, line.url, line.body)
+
+
+def _words(error: ErrorDetails) -> str:
+    if error["type"] in ("model_type", "dict_type"):  # as the server says it
+        return "Input should be an object"
+    return error["msg"]
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")
 
 
 @dataclass(frozen=True, slots=True)

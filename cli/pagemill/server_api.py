@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,10 @@ class ServerError(PagemillError):
     """The server refused a request, or broke off its answer; the message is the server's own where it sent one."""
 
 
+class UnsendableError(ConfigurationError):
+    """A request holds what JSON cannot hold."""
+
+
 class UnreachableError(ConfigurationError):
     """Nobody answers at the URL."""
 
@@ -33,7 +38,7 @@ def client_arguments(settings: ChatSettings | RunBatchSettings) -> dict[str, Any
     """Arguments of an httpx client. An answer takes as long as it takes; no proxy stands before this machine."""
     key = {"Authorization": f"Bearer {settings.api_key}".encode()} if settings.api_key is not None else {}
     return {
-        "base_url": settings.url,
+        "base_url": settings.url.rstrip("/").removesuffix("/v1"),  # as other clients are told it
         "headers": key,
         "timeout": httpx.Timeout(None, connect=_CONNECT_S),
         "trust_env": httpx.URL(settings.url).host not in _THIS_MACHINE,
@@ -72,8 +77,10 @@ class Server:
         Raises:
             UnreachableError: nobody answers.
             ServerError: the request was refused, or the answer broke off.
+            UnsendableError: it cannot be written as JSON.
         """
         asked = {**body, "stream": True, "return_token_ids": True}
+        check_sendable(asked)
         with self._reaching(), self._client.stream("POST", "/v1/chat/completions", json=asked) as response:
             if response.status_code != 200:
                 raise ServerError(error_message(response.status_code, response.read()))
@@ -100,6 +107,22 @@ class Server:
             raise ServerError(f"the connection broke: {error or type(error).__name__}") from None
         except httpx.InvalidURL as error:
             raise UnreachableError(self._url, error) from None
+
+
+def check_sendable(body: dict[str, Any]) -> None:
+    """
+    Raises:
+        UnsendableError: ``body`` cannot be written as JSON.
+    """
+    try:
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise UnsendableError("half a surrogate pair is no text") from None
+    except RecursionError:
+        raise UnsendableError("is nested too deeply") from None
+    except ValueError:
+        fields = [f"{name}: " for name, value in body.items() if isinstance(value, float) and not math.isfinite(value)]
+        raise UnsendableError(f"{''.join(fields[:1])}JSON has no infinite number, and no NaN") from None
 
 
 def error_message(status: int, body: bytes) -> str:

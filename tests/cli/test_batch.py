@@ -109,8 +109,11 @@ def test_bad_lines_and_refusals_do_not_stop_the_rest(
         "nonsense",
         completion("refused", "x", temperature=1000),
         completion("good", "again"),
+        completion("nan", "x", temperature=float("nan")),
+        completion("half", "\ud800"),
+        completion("last", "fine"),
     )
-    assert main(["run-batch", str(file), "--url", api.gateway.url]) == 1
+    assert main(["run-batch", str(file), "--url", f"{api.gateway.url}/v1"]) == 1
     found = rows(tmp_path / "work.results.jsonl")
     assert found["good"]["response"]["status_code"] == 200
     assert found["refused"]["response"]["status_code"] == 400
@@ -118,7 +121,10 @@ def test_bad_lines_and_refusals_do_not_stop_the_rest(
     err = capsys.readouterr().err
     assert f"{file}, line 2: not valid JSON" in err
     assert f"{file}, line 4: custom_id 'good' stands in line 1 already" in err
-    assert "1 answered, 1 refused, 0 failed, 2 bad lines" in err
+    assert f"{file}, line 5: not valid JSON: NaN" in err
+    assert f"{file}, line 6: body: half a surrogate pair" in err
+    assert found["last"]["response"]["status_code"] == 200
+    assert "2 answered, 1 refused, 0 failed, 4 bad lines" in err
 
 
 def test_what_cannot_work_is_said_at_once(api: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def test_a_request_keeps_its_line_number_and_blank_lines_are_skipped() -> None:
         (b"{", "not valid JSON"),
         (b"\xff\n", "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
-        (b"[]\n", "the line: Input should be"),
+        (b"[]\n", "the line: Input should be an object"),
         (line(custom_id=None), "custom_id: Field required"),
         (line(custom_id=""), "custom_id: String should have at least 1"),
         (line(custom_id=7), "custom_id: Input should be a valid string"),
@@ -38,8 +39,14 @@ def test_a_request_keeps_its_line_number_and_blank_lines_are_skipped() -> None:
         (line(url="/metrics"), "url: String should match"),
         (line(url="http://example.org/v1/x"), "url: String should match"),
         (line(url="/v1/../x"), "url: String should match"),
-        (line(body="x"), "body: Input should be a valid dictionary"),
+        (line(body="x"), "body: Input should be an object"),
         (line(body={"stream": True}), "body.stream"),
+        (line(body={"temperature": math.nan}), "not valid JSON: NaN is no number in JSON"),
+        (line(body={"seed": [-math.inf]}), "not valid JSON: -Infinity is no number in JSON"),
+        (line(body={"top_p": 0.5}).replace(b"0.5", b"1e999"), "body: top_p: JSON has no infinite number"),
+        (line(body={"a": [0.5]}).replace(b"0.5", b"1e999"), "body: JSON has no infinite number"),
+        (line(body={"prompt": "\ud800"}), "body: half a surrogate pair is no text"),
+        (line(body={"\ud800": 1}), "body: "),
         (line(extra=1), "extra: Extra inputs are not permitted"),
     ],
 )

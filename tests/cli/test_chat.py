@@ -106,6 +106,13 @@ def test_a_message_is_answered(api: Stage) -> None:
     assert "system\nBe brief.<|im_end|>\n<|im_start|>user\nWhere?" in prompts(api)[0]
 
 
+@pytest.mark.parametrize("tail", ["/v1", "/v1/", "/"])
+def test_the_url_may_be_the_one_that_other_clients_take(api: Stage, tail: str) -> None:
+    api.stub.replay(ids("fine"))
+    done = run(api, "x", "--url", f"{api.gateway.url}{tail}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
+
+
 def test_what_is_piped_in_is_one_message(api: Stage) -> None:
     api.stub.replay(ids("fine"))
     done = run(api, given="One\nTwo\n")
@@ -118,6 +125,9 @@ def test_what_is_piped_in_is_one_message(api: Stage) -> None:
     [
         (["x", "--model", "other"], 1, "pagemill chat: the model `other` does not exist\n"),
         (["x", "--temperature", "1000"], 1, "pagemill chat: temperature: Input should be less than or equal to 100"),
+        (["x", "--temperature", "nan"], 2, "pagemill chat: temperature: JSON has no infinite number"),
+        (["x", "--top-p", "inf"], 2, "pagemill chat: top_p: JSON has no infinite number"),
+        (["x", "--system", "\udcff"], 2, "pagemill chat: half a surrogate pair is no text\n"),
         ([], 1, "pagemill chat: there is no message\n"),
         (["x", "--url", "http://127.0.0.1:9"], 2, "pagemill chat: no server answers at http://127.0.0.1:9 ("),
         (["x", "--url", "http://"], 2, "pagemill chat: --url: 'http://' is not allowed"),

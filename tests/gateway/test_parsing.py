@@ -14,7 +14,7 @@ from pagemill_gateway.chat_body import ChatBody
 from pagemill_gateway.completion_body import CompletionBody
 from pagemill_gateway.embedding_body import EmbeddingBody
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.parsing import parse_body
+from pagemill_gateway.parsing import MAX_DEPTH, MAX_DIGITS, parse_body
 from pagemill_gateway.response_body import ResponseBody
 from pagemill_gateway.token_bodies import DetokenizeBody
 
@@ -204,3 +204,47 @@ def test_many_unknown_fields() -> None:
     error = refusal(CompletionBody, prompt="x", **unknown)
     assert (error.param, error.message) == ("unknown0", "unrecognized request argument: unknown0")
     assert "20000 faults" in refusal(ChatBody, messages=[HI | unknown]).message
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ('{"a":' * 1000 + "1" + "}" * 1000, f"is nested too deeply: more than {MAX_DEPTH} objects and lists"),
+        ('{"prompt":' + "[" * MAX_DEPTH + "1" + "]" * MAX_DEPTH + "}", "is nested too deeply"),
+        ('{"max_tokens":' + "1" * (MAX_DIGITS + 1) + "}", "has a number of too many digits: more than 4,300"),
+        ('{"max_tokens":-' + "1" * 5000 + "}", "has a number of too many digits: more than 4,300"),
+        ('{"max_tokens":', "is not valid JSON: EOF"),
+    ],
+)
+def test_a_limit_of_the_reader_is_told_from_what_is_no_json(raw: str, words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_body(CompletionBody, raw.encode())
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+    assert caught.value.message.startswith(f"the body {words}")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        '{"a":' + "[" * (MAX_DEPTH - 1) + "1" + "]" * (MAX_DEPTH - 1) + "}",
+        '{"a":' + "1" * MAX_DIGITS + "}",
+    ],
+)
+def test_what_the_reader_still_takes(raw: str) -> None:
+    with pytest.raises(ApiError, match="unrecognized request argument: a"):
+        parse_body(CompletionBody, raw.encode())
+
+
+@pytest.mark.parametrize(
+    ("cls", "field"), [(ChatBody, "messages"), (CompletionBody, "prompt"), (ResponseBody, "input")]
+)
+def test_null_for_what_is_required_is_as_good_as_nothing(cls: type[RequestBody], field: str) -> None:
+    for body in ({}, {field: None}):
+        error = refusal(cls, **body)
+        assert (error.param, error.message) == (field, f"{field}: is missing")
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_context_management_that_asks_for_nothing(nothing: Any) -> None:
+    parse_body(ResponseBody, json.dumps({"input": "x", "context_management": nothing}).encode())
+    assert refusal(ResponseBody, input="x", context_management=[{"type": "compaction"}]).param == "context_management"

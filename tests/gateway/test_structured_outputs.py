@@ -107,7 +107,7 @@ def test_blanks_between_the_parts_of_json_are_bounded(api: Stage) -> None:
 @BOTH
 @pytest.mark.parametrize(
     "nothing",
-    [{"response_format": {"type": "text"}}, {"structured_outputs": None}, {"guided_choice": []}, {}],
+    [{"response_format": {"type": "text"}}, {"structured_outputs": None}, {"guided_choice": None}, {}],
 )
 def test_what_asks_for_nothing(api: Stage, path: str, nothing: dict[str, Any]) -> None:
     assert grammar_of(api, path, **nothing) == ""
@@ -138,6 +138,7 @@ def test_what_asks_for_nothing(api: Stage, path: str, nothing: dict[str, Any]) -
         ({"structured_outputs": {"regex": "[a--a]"}}, "structured_outputs.regex", "no text matches"),
         ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs.regex", "150,000 steps"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+        ({"guided_choice": []}, "guided_choice", "at least 1"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "empty"),
         ({"structured_outputs": {"choice": ["a"] * 1025}}, "structured_outputs.choice", "at most 1024"),
         ({"structured_outputs": {"grammar": "start: nope"}}, "structured_outputs.grammar", "nope"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import add_bos, byte_level_bpe, sentencepiece_bpe
 from transformers import PreTrainedTokenizerFast
 
+from pagemill_gateway.token_bodies import TokenizeChatBody
 from pagemill_shared.manifest import prepared_folder
 
 TOKENIZER = byte_level_bpe()
@@ -77,3 +79,23 @@ def test_tokens_that_are_refused(api: Stage, tokens: object) -> None:
 def test_neither_prompt_nor_messages(api: Stage) -> None:
     assert api.post("/tokenize").json()["error"]["param"] == "prompt"
     assert api.post("/tokenize", prompt="x", tools=[{"type": "function"}]).status_code == 400
+
+
+CHAT_FIELDS = sorted(TokenizeChatBody.model_fields.keys() | TokenizeChatBody.unserved)
+
+
+def _tokens(api: Stage, **fields: Any) -> Any:
+    return api.post("/tokenize", prompt="the fox", **fields).json()["tokens"]
+
+
+@pytest.mark.parametrize("name", CHAT_FIELDS)
+def test_null_beside_a_prompt_is_the_default(api: Stage, name: str) -> None:
+    assert _tokens(api, **{name: None}) == _tokens(api)
+
+
+def test_null_beside_messages_is_the_default(api: Stage) -> None:
+    messages = [{"role": "user", "content": "the fox"}]
+    expected = api.post("/tokenize", messages=messages).json()
+    nothing = dict.fromkeys(["prompt", *CHAT_FIELDS])
+    assert api.post("/tokenize", **{**nothing, "messages": messages}).json() == expected
+    assert api.post("/tokenize", **nothing).json()["error"]["message"] == "prompt: is missing"

@@ -220,6 +220,34 @@ def test_earlier_calls_and_what_they_returned(api: Stage) -> None:
     assert response.json()["tokens"] == tail
 
 
+DEEP = "[" * 990 + "]" * 990
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (r'{"a": "\ud800"}', '{"a": "\ufffd"}'),
+        (r'{"\uDc00": "\ud800\ud83d\uDE00", "b": "\\ud800"}', '{"\ufffd": "\ufffd\U0001f600", "b": "\\\\ud800"}'),
+        ("{a: 1}", '"{a: 1}"'),
+        (DEEP, f'"{DEEP}"'),
+        ("[" * 5000, '"' + "[" * 5000 + '"'),
+        ("1" * 5000, '"' + "1" * 5000 + '"'),
+    ],
+    ids=["half a pair", "in a key, beside pairs and backslashes", "no JSON", "deep", "deep and open", "digits"],
+)
+def test_whatever_a_model_has_written_as_arguments_may_be_sent_back(api: Stage, arguments: str, told: str) -> None:
+    answer_with(api, "ok")
+    function = {"name": "now", "arguments": arguments}
+    messages = [*HI, {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}]
+    response = api.post("/tokenize", messages=messages)
+    assert response.status_code == 200, response.text
+    prompt = TOKENIZER.decode(response.json()["tokens"])
+    assert f'<tool_call>\n{{"name": "now", "arguments": {told}}}\n</tool_call>' in prompt
+    response = api.post(PATH, messages=messages)
+    fits = response.status_code == 200
+    assert fits or response.json()["error"]["code"] == "context_length_exceeded", response.text
+
+
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -337,6 +365,27 @@ def test_refused(api: Stage, fields: dict[str, Any], param: str) -> None:
     response = api.post(PATH, **{"messages": HI, "tools": [WEATHER, NOW], **fields})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"].startswith(param)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"regex": "a"}}, {"structured_outputs": {"choice": ["a"]}},
+        {"structured_outputs": {"json": {}}}, {"structured_outputs": {"grammar": 'start: "a"'}},
+        {"guided_regex": "a"}, {"guided_choice": ["a"]}, {"guided_json": {}}, {"guided_grammar": 'start: "a"'},
+    ],
+)  # fmt: skip
+def test_no_other_answer_can_be_asked_for_where_calls_are_enforced(api: Stage, choice: Any, fields: Any) -> None:
+    [name] = fields
+    asked = {"messages": HI, "tools": [WEATHER, NOW], "tool_choice": choice}
+    response = api.post(PATH, **asked, **fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == name
+    assert f"{name} cannot be combined with tool_choice" in error["message"]
+    answer_with(api, CALL)
+    assert api.post(PATH, **asked, response_format={"type": "json_object"}).status_code == 200
 
 
 def function(name: str, parameters: Any) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class RequestBody(BaseModel):
 
     unserved: ClassVar[dict[str, Accepts]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
+    elsewhere: ClassVar[frozenset[str]] = frozenset()
+    """Fields of another body that the same endpoint takes: null is the default here, too."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
 
@@ -89,6 +91,8 @@ class RequestBody(BaseModel):
             }
         for name in sorted(cls.ignored):
             properties[name] = {"description": "Accepted and ignored."}
+        for name in sorted(cls.elsewhere - properties.keys()):
+            properties[name] = {"type": "null"}
         return schema
 
 

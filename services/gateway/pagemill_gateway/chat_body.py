@@ -172,6 +172,15 @@ class ChatBody(ConversationFields, GenerationBody):
             raise field_error("top_logprobs", "top_logprobs needs logprobs to be true")
         return self
 
+    @model_validator(mode="after")
+    def _check_enforced(self) -> ChatBody:
+        """Calls that must come leave no room for another answer. (A ``response_format`` is for answers without.)"""
+        asked = self.constraint
+        if self.enforced_tools and asked is not None and not asked.field.startswith("response_format"):
+            name = asked.field.partition(".")[0]
+            raise field_error(name, f"{name} cannot be combined with tool_choice, which has calls enforced")
+        return self
+
     @property
     def constraint_field(self) -> str:
         return "tools" if self.enforced_tools else super().constraint_field

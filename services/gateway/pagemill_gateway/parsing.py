@@ -13,6 +13,10 @@ from pagemill_gateway.errors import ApiError
 
 _MAX_SHOWN = 64
 _MAX_FAULTS = 5000
+MAX_DEPTH = 200
+"""Most objects and lists of a body that stand in each other; what pydantic's reader takes."""
+MAX_DIGITS = 4300
+"""Most digits of a whole number in a body; what Python makes an integer of."""
 _PLAIN = frozenset({int, str, dict, bool})
 """Types of items in which no whole number can hide."""
 
@@ -30,11 +34,12 @@ def parse_body(cls: type[R], raw: bytes) -> R:
     try:
         data = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise ApiError(400, f"the body {_no_json(str(error))}", code="invalid_json") from None
     if type(data) is not dict:
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     known = cls.model_fields.keys() | cls.unserved.keys() | cls.ignored
-    data = {name: _whole(value) for name, value in data.items() if value is not None or name not in known}
+    nullable = known | cls.elsewhere
+    data = {name: _whole(value) for name, value in data.items() if value is not None or name not in nullable}
     for name, accepts in cls.unserved.items():
         if name in data and not accepts(data.pop(name)):
             raise ApiError(400, accepts.refusal(name), param=name, code="unsupported_parameter")
@@ -48,6 +53,15 @@ def parse_body(cls: type[R], raw: bytes) -> R:
         return cls.model_validate(data)
     except ValidationError as error:
         raise _validation_error(data, error) from None
+
+
+def _no_json(reason: str) -> str:
+    """What the JSON reader says, in words that tell a limit from a fault."""
+    if reason.startswith("recursion limit exceeded"):
+        return f"is nested too deeply: more than {MAX_DEPTH} objects and lists in each other"
+    if reason.startswith("number out of range"):
+        return f"has a number of too many digits: more than {MAX_DIGITS:,}"
+    return f"is not valid JSON: {reason}"
 
 
 def _whole(value: Any) -> Any:
@@ -129,6 +143,8 @@ def param_name(path: Iterable[str | int]) -> str:
 def _words(detail: ErrorDetails) -> str:
     if detail["type"] in ("model_type", "dict_type"):  # pydantic's words name a class of ours, or Python's
         return "Input should be an object"
+    if detail["type"] == "missing":
+        return "is missing"
     return detail["msg"].removeprefix("Value error, ")
 
 

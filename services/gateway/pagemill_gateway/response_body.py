@@ -67,7 +67,7 @@ class ResponseBody(RequestBody):
         "tools": only([]),
         "tool_choice": only("none", "auto"),
         "truncation": only("disabled"),
-        "context_management": NOTHING,
+        "context_management": only([]),
     }
     ignored = frozenset(
         {

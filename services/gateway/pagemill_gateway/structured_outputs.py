@@ -100,7 +100,7 @@ class StructuredFields(BaseModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(None, max_length=MAX_CHOICES)
+    guided_choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     guided_grammar: str | None = None
 
     @model_validator(mode="after")
@@ -145,7 +145,7 @@ class StructuredFields(BaseModel):
             asking.append(Constraint("guided_json", "json", self.guided_json))
         for regex, choice, grammar in (
             (self.guided_regex, None, None),
-            (None, self.guided_choice or None, None),
+            (None, self.guided_choice, None),
             (None, None, self.guided_grammar),
         ):
             if regex is not None or choice is not None or grammar is not None:

@@ -11,21 +11,24 @@ from pagemill_gateway.chat_body import ConversationFields
 from pagemill_gateway.completion_body import TokenId, check_token_ids
 
 
-class TokenizeTextBody(RequestBody):
-    """POST /tokenize with a prompt"""
-
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
-
-
 class TokenizeChatBody(ConversationFields, RequestBody):
     """POST /tokenize with messages"""
 
     unserved: ClassVar[dict[str, Accepts]] = {
         "mm_processor_kwargs": only({}),
     }
+    elsewhere = frozenset({"prompt"})
 
+    return_token_strs: bool = False
+
+
+class TokenizeTextBody(RequestBody):
+    """POST /tokenize with a prompt"""
+
+    elsewhere = frozenset(TokenizeChatBody.model_fields.keys() | TokenizeChatBody.unserved)
+
+    prompt: str
+    add_special_tokens: bool = True
     return_token_strs: bool = False
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic_core import from_json
 
 from pagemill_gateway.bodies import field_error
 from pagemill_gateway.json_schemas import OPTIONS_KEYWORD, check_parameters
@@ -96,13 +97,25 @@ class EarlierCall(BaseModel):
     function: CalledFunction
 
     def as_template_call(self) -> dict[str, Any]:
-        """What the chat template sees: arguments as an object, which it writes as JSON itself."""
+        """What the chat template sees: arguments as an object, which it writes as JSON itself. What is no JSON, or
+        nested too deeply, is text."""
         try:
-            arguments = json.loads(self.function.arguments)
+            arguments = from_json(_without_half_pairs(self.function.arguments))
         except ValueError:
             arguments = self.function.arguments
         call: dict[str, Any] = {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
         return call if self.id is None else {"id": self.id, **call}
+
+
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)"
+)
+"""An escape in JSON. The group is half a surrogate pair that stands alone."""
+
+
+def _without_half_pairs(text: str) -> str:
+    """JSON in which U+FFFD stands for each half surrogate pair: models write them, but they are no text."""
+    return _ESCAPE.sub(lambda escape: "\\ufffd" if escape[1] else escape[0], text)
 
 
 class ToolFields(BaseModel):
