@@ -264,6 +264,7 @@ def _start_newcomers(state: State, worker: WorkerState, draft: Draft, now: float
     fresh = Fresh(state, worker, now)
     for request in list(state.queue):
         if not draft.budget:
+            request.waits_for = "the next iteration: others take all tokens of this one"
             break
         if not request.is_fresh and request.in_flight:
             request.waits_for = "results of plans that were in flight when it was preempted"

@@ -85,7 +85,7 @@ def _request(state: State, request: Request, ahead: int, now: float) -> dict[str
         "request_id": request.request_id,
         "status": request.status.value,
         "worker": request.worker or None,
-        "waits_for": request.waits_for or grammars.waits_for(state, request) or None,
+        "waits_for": _waits_for(state, request, ahead, now) or None,
         "requests_ahead": ahead,
         "sequences": len(request.sequences),
         "priority": request.priority,
@@ -99,3 +99,19 @@ def _request(state: State, request: Request, ahead: int, now: float) -> dict[str
         "swapped_out": bool(request.swapped_to),
         "worker_deaths": request.deaths,
     }
+
+
+def _waits_for(state: State, request: Request, ahead: int, now: float) -> str:
+    if request.waits_for or request.status is Status.RUNNING:
+        return request.waits_for or grammars.waits_for(state, request)
+    # No plan has considered it: there was none since it came, or none got past those before it.
+    workers = state.ready_workers()
+    if not workers:
+        return "no worker is ready"
+    if ahead and next(iter(state.queue)).waits_for:
+        return f"its turn: {ahead} before it in the queue"
+    busy = [worker for worker in workers if worker.flights]
+    if len(busy) < len(workers):
+        return "the next plan"
+    worker = min(busy, key=lambda w: w.progress_at)
+    return f"the iteration under way on worker {worker.identity}, for {now - worker.progress_at:.1f} s so far"

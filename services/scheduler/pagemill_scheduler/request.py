@@ -112,7 +112,7 @@ class Request:
         cached_tokens: prompt tokens found in the prefix cache when it first started.
         reports: what chunks of its prompt had to tell, in the order of their positions.
         deaths: workers that died while they ran it.
-        waits_for: why it is not running, for people.
+        waits_for: why it is not running, for people; empty while it runs, and before a plan has considered it.
         failure: the error that it ended with.
         limit: most tokens that a sequence of it may have, prompt included.
         width, end_ids: as in its sampling parameters; eos_ids: those of its end_ids that are the model's.
@@ -157,7 +157,7 @@ class Request:
         self.recomputed_tokens = 0
         self.swapped_bytes = 0
         self.started_at: float | None = None
-        self.waits_for = "arrived just now"
+        self.waits_for = ""
         self.failure: RequestFailure | None = None
         self.limit = len(prompt) + sampling.max_tokens
         self.width = sampling.width
