@@ -216,12 +216,15 @@ class FleetStatus(Message):
         max_model_len: longest sequence that some ready worker takes, 0 without one.
         vocab_size: 0 without a ready worker.
         fingerprint: model and tokenizer of the workers, empty without one.
+        pool_tokens: tokens that the whole pool of that worker holds; no more than ``max_model_len`` where it is the
+            pool that allows no longer sequence. 0 without a ready worker.
     """
 
     ready_workers: Annotated[int, Int(0, MAX_ROWS)]
     max_model_len: Annotated[int, Int(0, MAX_TOKENS_PER_SEQUENCE)]
     vocab_size: Annotated[int, Int(0, INT32_MAX)]
     fingerprint: Annotated[str, Text(128)]
+    pool_tokens: Annotated[int, Int(0, 2**53)] = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

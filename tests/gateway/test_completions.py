@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pagemill_testing.gateway_server import Stage, stage
+from pagemill_testing.gateway_server import FLEET, Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
 from pagemill_testing.prepared_models import byte_level_ids as ids
+from pagemill_testing.sockets import wait_until
 
-from pagemill_shared.messages import FinishReason
+from pagemill_shared.messages import FinishReason, FleetStatus
 
 PATH = "/v1/completions"
 TOKENIZER = byte_level_bpe()
@@ -312,6 +314,22 @@ def test_a_prompt_that_leaves_no_room(api: Stage) -> None:
     api.stub.replay(ids("one"))
     whole(api, prompt=[5] * 2040)  # the default limit is cut to what fits
     assert api.stub.submitted[0].sampling.max_tokens == 8
+
+
+@pytest.mark.parametrize(("pool_tokens", "flag"), [(1024, "--num-kv-blocks"), (4096, "--max-model-len")])
+def test_the_context_length_says_what_limits_it(pool_tokens: int, flag: str) -> None:
+    with stage() as api:
+        own = error(api, prompt=[5] * 2048)["message"]
+        assert own.startswith("This model's maximum context length is 2048 tokens, but the prompt has 2048 tokens")
+        assert "--" not in own
+        api.stub.set_fleet(FleetStatus(1, 1024, FLEET.vocab_size, FLEET.fingerprint, pool_tokens))
+        wait_until(lambda: api.client.get("/v1/models").json()["data"][0]["max_model_len"] == 1024)
+        for body in ({"prompt": [5] * 1500}, {"prompt": [5] * 1000, "max_tokens": 500}):
+            refusal = error(api, **body)
+            assert refusal["code"] == "context_length_exceeded"
+            assert refusal["message"].startswith("This model's maximum context length is 1024 tokens, but ")
+            assert "the model itself takes 2048" in refusal["message"]
+            assert re.findall(r"--[a-z-]+", refusal["message"])[0] == flag
 
 
 def test_a_refusal_of_the_scheduler_is_an_http_error_even_for_a_stream(api: Stage) -> None:

@@ -235,6 +235,15 @@ def test_what_was_open_when_the_last_worker_went_goes_on_with_the_next() -> None
     core.check(begun)
 
 
+def test_gateways_hear_whether_the_pool_bounds_the_length() -> None:
+    core = single(num_blocks=40, max_model_len=256)
+    fleet = core.gateway.fleet
+    assert (fleet.max_model_len, fleet.pool_tokens) == (256, 640)
+    core.simulation.add_worker("v", block_size=16, num_blocks=20, max_model_len=4096)
+    fleet = core.gateway.fleet
+    assert (fleet.max_model_len, fleet.pool_tokens) == (320, 320)
+
+
 def test_what_came_while_no_worker_was_there_is_checked_when_one_is() -> None:
     simulation = Simulation()
     gateway = simulation.add_gateway()

@@ -155,6 +155,17 @@ class Engine:
         fleet = self.connection.client.fleet.max_model_len
         return min(self.manifest.max_model_len, fleet) if fleet else self.manifest.max_model_len
 
+    def _limited_by(self) -> str:
+        """Behind an error about the context length: what allows no more, if it is not the model itself."""
+        fleet, own = self.connection.client.fleet, self.manifest.max_model_len
+        if self.max_model_len == own:
+            return ""
+        if fleet.pool_tokens <= fleet.max_model_len:
+            why = "the KV cache has room for no more, see --num-kv-blocks and --kv-cache-memory"
+        else:
+            why = "--max-model-len"
+        return f"; the model itself takes {own}, the worker's limit is lower ({why})"
+
     async def sized(self, size: int, work: Callable[[], T]) -> T:
         """Runs ``work``, off the event loop if it is large.
 
@@ -229,16 +240,17 @@ class Engine:
         if room < min(1, 1 if wanted is None else wanted):
             raise ApiError(
                 400,
-                f"this model's maximum context length is {longest} tokens, but the prompt has {prompt_length} tokens"
-                + ("" if wanted == 0 else " and at least one must be generated"),
+                f"This model's maximum context length is {longest} tokens, but the prompt has {prompt_length} tokens"
+                + ("" if wanted == 0 else " and at least one must be generated")
+                + self._limited_by(),
                 param=prompt_name,
                 code="context_length_exceeded",
             )
         if wanted is not None and explicit and wanted > room:
             raise ApiError(
                 400,
-                f"this model's maximum context length is {longest} tokens, but {prompt_length + wanted} were "
-                f"requested ({prompt_length} in the prompt, {wanted} for the completion)",
+                f"This model's maximum context length is {longest} tokens, but {prompt_length + wanted} were "
+                f"requested ({prompt_length} in the prompt, {wanted} for the completion){self._limited_by()}",
                 param=limit_name,
                 code="context_length_exceeded",
             )

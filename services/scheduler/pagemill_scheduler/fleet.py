@@ -167,8 +167,9 @@ def refresh_status(state: State, now: float) -> None:
     else:
         state.no_worker_since = None
         first = ready[0].hello
-        longest = max(worker.max_length for worker in ready)
-        status = FleetStatus(len(ready), longest, first.vocab_size, first.fingerprint)
+        longest = max(ready, key=lambda worker: worker.max_length)
+        pool_tokens = longest.hello.num_blocks * longest.block_size
+        status = FleetStatus(len(ready), longest.max_length, first.vocab_size, first.fingerprint, pool_tokens)
     if status != state.fleet:
         state.fleet = status
         for gateway in state.gateways.values():
