@@ -23,6 +23,7 @@ _LIBRARY: tuple[tuple[str, _Words], ...] = (
         r"oneOf constraints are not supported",
         "oneOf can be enforced only where its branches are of different types; with anyOf it can",
     ),
+    (r"anyOf is empty", f"{_NO_TEXT}: an enum is empty, or has no value that the rest of its schema allows"),
     (r"Unsatisfiable schema: (.*)", lambda m: f"{_NO_TEXT}: {m[1]}"),
     (r"Unknown format: (.*)", lambda m: f"the format {m[1]!r} is not known"),
     (r"Pointer '(.*)' does not exist", lambda m: f"$ref points to {m[1]!r}, where nothing is"),
@@ -31,6 +32,13 @@ _LIBRARY: tuple[tuple[str, _Words], ...] = (
     (
         r"min/maxProperties only supported",
         "minProperties and maxProperties can be enforced only where every key of properties is required",
+    ),
+    (
+        r"Failed to generate regex for \w+ range: min=(\S+), max=(\S+)",
+        lambda m: (
+            f"minimum and maximum (here {_bound(m[1])} and {_bound(m[2])}) cannot be enforced: a minimum of 10^18 or "
+            "more needs a maximum, and a maximum of -10^18 or less needs a minimum"
+        ),
     ),
     (r"Value for 'multipleOf' has too many digits", "multipleOf has too many digits"),
     (r"not JSON serializable", "half a surrogate pair is no text"),
@@ -65,6 +73,17 @@ _LIBRARY: tuple[tuple[str, _Words], ...] = (
         r"look-?arounds?,? (?:including|not supported)",
         "look-around (also \\b, and ^ or $ in the middle) is not supported in regular expressions",
     ),
+    (
+        r"regex parse error: .*error: decimal literal invalid",
+        f"a regular expression is not valid: a repetition can be at most {2**32 - 1:,} times",
+    ),
+    (
+        r"regex parse error: .*error: exceed the maximum number of nested parentheses/brackets \((\d+)\)",
+        lambda m: (
+            f"a regular expression is nested too deeply: more than {m[1]} brackets in each other; a minimum or maximum "
+            "closer to 0 than about 10^-65 makes such a one"
+        ),
+    ),
     (r"regex parse error: .*error: (.*?)(?: \d+ \| .*)?$", lambda m: f"a regular expression is not valid: {m[1]}"),
     # Grammars
     (r"Failed to convert the grammar from GBNF to Lark: (.*)", lambda m: f"is no grammar in Lark, nor in GBNF: {m[1]}"),
@@ -83,6 +102,11 @@ def in_our_words(message: str) -> str:
             text = words if isinstance(words, str) else words(found)
             break
     return text[:MAX_REASON]
+
+
+def _bound(printed: str) -> str:
+    """Rust's ``Some(5)`` or ``None``."""
+    return printed.removeprefix("Some(").removesuffix(")").replace("None", "none")
 
 
 def _listed(names: str) -> str:

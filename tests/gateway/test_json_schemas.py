@@ -11,11 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_gateway.json_schemas import (
+    MOST_BOUND,
+    MOST_LENGTH,
     NO_ARGUMENTS,
     SchemaError,
+    adapted,
     arguments_schema,
+    check_limits,
     check_parameters,
     check_schema,
+    patterns_of,
     read_schema,
 )
 
@@ -148,3 +153,57 @@ def test_parameters_that_are_no_object(schema: dict[str, Any]) -> None:
 )
 def test_functions_that_take_nothing(parameters: dict[str, Any] | None, takes_some: bool) -> None:
     assert arguments_schema(parameters) == (parameters if takes_some else NO_ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"minItems": 2.0, "maxItems": -0.0, "uniqueItems": False}, {"minItems": 2, "maxItems": 0}),
+        ({"anyOf": [{"maxLength": 5.0, "maxItems": 1e300}]}, {"anyOf": [{"maxLength": 5, "maxItems": 2**64 - 1}]}),
+        ({"maxLength": 10**18}, {"maxLength": MOST_LENGTH}),
+        ({"minimum": -(2**63), "maximum": 1e300}, {"minimum": -MOST_BOUND, "maximum": MOST_BOUND}),
+        ({"exclusiveMinimum": -1e19, "exclusiveMaximum": 2**64 - 1},
+         {"exclusiveMinimum": -MOST_BOUND, "exclusiveMaximum": MOST_BOUND}),
+    ],
+)  # fmt: skip
+def test_numbers_are_made_what_grammars_can_be_made_of(schema: dict[str, Any], expected: dict[str, Any]) -> None:
+    check_schema(schema)
+    check_limits(schema)
+    before = json.dumps(schema)
+    assert [(key, type(value), value) for key, value in adapted(schema).items()] == [
+        (key, type(value), value) for key, value in expected.items()
+    ]
+    assert json.dumps(schema) == before, "the template sees what the client wrote"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"uniqueItems": True, "minimum": 1.5, "maximum": 10.0, "multipleOf": 2.0},
+        {"const": {"uniqueItems": False, "maxLength": 5.0}, "enum": [{"minimum": -1e300}]},
+        {"properties": {"uniqueItems": {"type": "string"}, "maxLength": {}}},
+        {"x-mine": {"minLength": "much", "maxLength": [5.5], "minItems": 5.5, "minimum": {}, "pattern": [1]}},
+        {"x-mine": {"patternProperties": 5, "pattern": {}, "maximum": None}},
+        {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1, "exclusiveMinimum": True},
+    ],
+)
+def test_all_else_is_left_as_it_is(schema: dict[str, Any]) -> None:
+    check_schema(schema)
+    check_limits(schema)
+    assert adapted(schema) == schema
+    assert not patterns_of(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"minLength": 2**32}, "minLength: can be enforced up to 4,294,967,295"),
+        ({"items": {"minimum": 1e19}}, "items.minimum: can be enforced from -9,223"),
+        ({"anyOf": [{"exclusiveMaximum": -(2**63)}]}, "anyOf[0].exclusiveMaximum: can be enforced from -9,223"),
+    ],
+)
+def test_limits_that_no_grammar_can_keep(schema: dict[str, Any], words: str) -> None:
+    check_schema(schema)
+    with pytest.raises(SchemaError) as error:
+        check_limits(schema)
+    assert str(error.value).startswith(words)

@@ -98,6 +98,25 @@ def test_the_worker_gets_a_grammar(api: Stage, path: str, fields: dict[str, Any]
     assert not matches(grammar, bad)
 
 
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string", "minLength": 2.0, "maxLength": 3.0}, '"abc"', '"abcd"'),
+        ({"type": "string", "maxLength": 10**18}, '"abcd"', "1"),
+        ({"type": "array", "minItems": 1.0, "maxItems": 2.0, "items": {"type": "null"}, "uniqueItems": False},
+         "[null, null]", "[null, null, null]"),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "-9" + 18 * "0", "-93" + 17 * "0"),
+        ({"type": "number", "minimum": 0, "maximum": 1e300}, "9.5", "-1"),
+    ],
+)  # fmt: skip
+def test_numbers_in_a_schema_may_be_written_as_json_schema_allows(
+    api: Stage, schema: dict[str, Any], good: str, bad: str
+) -> None:
+    grammar = grammar_of(api, response_format=schema_format(schema))
+    assert matches(grammar, good)
+    assert not matches(grammar, bad)
+
+
 def test_blanks_between_the_parts_of_json_are_bounded(api: Stage) -> None:
     grammar = grammar_of(api, response_format={"type": "json_object"})
     assert not matches(grammar, '{"a":' + " " * 40 + "1}")
@@ -128,6 +147,16 @@ def test_what_asks_for_nothing(api: Stage, path: str, nothing: dict[str, Any]) -
         ({"response_format": schema_format({"type": "strin"})}, "response_format.json_schema.schema", "strin"),
         ({"response_format": schema_format({"not": {}})}, "response_format.json_schema.schema", "not"),
         ({"response_format": schema_format({"enum": []})}, "response_format.json_schema.schema", "no text matches"),
+        (
+            {"response_format": schema_format({"type": "integer", "minimum": 1e30, "maximum": 1e31})},
+            "response_format.json_schema.schema",
+            "minimum: can be enforced from -9,223",
+        ),
+        (
+            {"structured_outputs": {"json": {"type": "string", "minLength": 2**32}}},
+            "structured_outputs.json",
+            "4,294,967,295",
+        ),
         ({"response_format": schema_format([1])}, "response_format.json_schema.schema", "object"),
         ({"response_format": {"type": "json_object", "extra": 1}}, "response_format.extra", "Extra"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),

@@ -423,6 +423,9 @@ def test_parameters_that_are_none_are_refused_by_name(
     [
         ({"a": {"not": {}}}, "cannot be enforced with not"),
         ({"a": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}, "with anyOf it can"),
+        ({"a": {"type": "string", "pattern": "["}}, "a regular expression is not valid"),
+        ({"a": {"$ref": "#/nowhere"}}, "where nothing is"),
+        ({"a": {"type": "integer", "minimum": 1e30, "maximum": 1e31}}, "properties.a.minimum: can be enforced from"),
         ({"a": {"type": "string", "pattern": "^a{1000000}$"}}, "the pattern '^a{1000000}$' is too complex"),
     ],
 )
@@ -447,6 +450,16 @@ def test_what_cannot_be_enforced_is_refused_by_name_where_it_must_be(
 
 def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
+
+
+def test_numbers_in_parameters_may_be_written_as_json_schema_allows(api: Stage) -> None:
+    city = {"type": "array", "items": {"type": "null"}, "maxItems": 1.0, "uniqueItems": False}
+    tool = function("now", {"type": "object", "properties": {"a": city}, "required": ["a"]})
+    answer_with(api, NOW_CALL)
+    choice_of(api, tools=[tool], tool_choice="required")
+    assert accepts(api, NOW_CALL.replace("{}", '{"a": [null]}'))
+    assert not accepts(api, NOW_CALL.replace("{}", '{"a": [null, null]}'))
+    assert '"maxItems": 1.0, "uniqueItems": false' in prompt_of(api)
 
 
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}])

@@ -13,6 +13,7 @@ from pagemill_shared.grammar_errors import MAX_REASON, in_our_words
 from pagemill_shared.grammar_limits import PARSER_LIMITS
 
 RAW = re.compile(
+    r"Some\(|Failed to|decimal lit|"
     r"coerce_one_of|<non-verbose|NoExtension|Unimplemented|retriev|\^\s*$|limits\.|in regex|registry|LL[A-Z]"
 )
 """What only its own users would understand."""
@@ -50,6 +51,11 @@ def failure(tokenizer: LLTokenizer, grammar: str) -> str:
         ({"type": "string", "pattern": "[a--a]"}, "no text matches it"),
         ({"patternProperties": {"(": {}}}, "a regular expression is not valid: unclosed group"),
         ({"type": "number", "multipleOf": 1e-300}, "multipleOf has too many digits"),
+        ({"enum": []}, "no text matches it: an enum is empty"),
+        ({"type": "number", "minimum": 1e18}, "minimum and maximum (here 1e18 and none) cannot be enforced: a minimum"),
+        ({"type": "integer", "maximum": -(10**18)}, "(here none and -1000000000000000000) cannot be enforced"),
+        ({"type": "number", "minimum": 1e-250}, "more than 250 brackets in each other; a minimum or maximum"),
+        ({"type": "string", "pattern": "a{4294967296}"}, "a repetition can be at most 4,294,967,295 times"),
         ({"enum": [[i] for i in range(2500)]}, "is too complex: more than 2,000 items"),
     ],
 )

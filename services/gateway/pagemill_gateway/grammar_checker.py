@@ -24,7 +24,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.json_schemas import SchemaError, patterns_of, read_schema
+from pagemill_gateway.json_schemas import SchemaError, adapted, check_limits, patterns_of, read_schema
 from pagemill_gateway.structured_outputs import Constraint
 from pagemill_shared.errors import RequestError
 from pagemill_shared.grammar_errors import TOO_COMPLEX, in_our_words
@@ -125,17 +125,23 @@ class GrammarChecker:
             for part in constraint.parts:
                 self._tried(part, source_text(part), tokenizer)
             raise
-        self._check_patterns(constraint, tokenizer)
+        self._check_schemas(constraint, tokenizer)
         return grammar
 
-    def _check_patterns(self, constraint: Constraint, tokenizer: LLTokenizer) -> None:
-        """Tries every pattern of the schemas by itself: within them its turn may come late."""
+    def _check_schemas(self, constraint: Constraint, tokenizer: LLTokenizer) -> None:
+        """Looks into the schemas, and tries every pattern by itself: within them its turn may come late."""
         for part in constraint.parts or (constraint,):
-            patterns = patterns_of(read_schema(part.source)) if part.kind == "json" else set()
-            for pattern in sorted(patterns):
-                schema = json.dumps({"type": "string", "pattern": pattern})
+            if part.kind != "json":
+                continue
+            schema = read_schema(part.source)
+            try:
+                check_limits(schema)
+            except SchemaError as error:
+                raise _refusal(part.field, str(error)) from None
+            for pattern in sorted(patterns_of(schema)):
+                alone = json.dumps({"type": "string", "pattern": pattern})
                 try:
-                    self._tried(replace(part, parts=()), schema, tokenizer)
+                    self._tried(replace(part, parts=()), alone, tokenizer)
                 except RequestError as error:
                     reason = error.message.removeprefix(f"{part.field}: ")
                     if reason.startswith(TOO_COMPLEX):  # one that nothing matches may stand in a branch
@@ -235,7 +241,9 @@ def as_grammar(constraint: Constraint, text: str) -> str:
 
 def _grammar(constraint: Constraint, text: str) -> str:
     if constraint.kind == "json":
-        return LLMatcher.grammar_from_json_schema(read_schema(text), overrides=json_options(spaced=constraint.spaced))
+        schema = read_schema(text)
+        check_limits(schema)
+        return LLMatcher.grammar_from_json_schema(adapted(schema), overrides=json_options(spaced=constraint.spaced))
     if constraint.kind == "lark":
         return LLMatcher.grammar_from_lark(text)
     if constraint.kind == "choice":

@@ -26,6 +26,13 @@ OPTIONS_KEYWORD = "x-guidance"
 LEAST_INTEGER, MOST_INTEGER = -(2**63), 2**64 - 1
 """Whole numbers that a schema may hold."""
 
+MOST_LENGTH = 2**32 - 1
+"""Greatest minLength that a grammar can keep, and what a greater maxLength counts as."""
+MOST_BOUND = 2**63 - 1024
+"""Largest bound of a number, of either sign, that a grammar can keep; wider ones count as this."""
+
+_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+_LOWER, _UPPER = frozenset({"minimum", "exclusiveMinimum"}), frozenset({"maximum", "exclusiveMaximum"})
 _SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _DATA = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose values are data, which may have keys of any name."""
@@ -98,11 +105,50 @@ def patterns_of(schema: dict[str, Any]) -> set[str]:
     """The regular expressions in a valid schema."""
     found: set[str] = set()
     for _, keyword, value in _walk(schema):
-        if keyword == "pattern":
+        if keyword == "pattern" and isinstance(value, str):  # within an unknown keyword it may be anything
             found.add(value)
-        elif keyword == "patternProperties":
+        elif keyword == "patternProperties" and isinstance(value, dict):
             found.update(value)
     return found
+
+
+def adapted(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a valid schema as the library that makes grammars takes it: counts as integers, nothing that asks for
+    nothing, and limits that are wider than it can count as the widest that it can."""
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    for _, inner, holds in _values(copy):
+        if not isinstance(inner, dict) or holds is not _Holds.SCHEMA:
+            continue
+        if inner.get("uniqueItems") is False:
+            del inner["uniqueItems"]
+        for keyword, value in inner.items():
+            if _is_number(value):  # not so within an unknown keyword, nor draft 4's exclusive ones
+                inner[keyword] = _adapted_number(keyword, value)
+    return copy
+
+
+def _adapted_number(keyword: str, value: float) -> float:
+    if keyword in _COUNTS and value == int(value):
+        return min(int(value), MOST_LENGTH if keyword == "maxLength" else MOST_INTEGER)
+    if keyword in _LOWER:
+        return max(value, -MOST_BOUND)
+    return min(value, MOST_BOUND) if keyword in _UPPER else value
+
+
+def check_limits(schema: dict[str, Any]) -> None:
+    """
+    Raises:
+        SchemaError: a limit in a valid schema cannot be kept by a grammar.
+    """
+    for place, keyword, value in _walk(schema):
+        if keyword is None or not _is_number(value):
+            continue
+        if keyword == "minLength" and value > MOST_LENGTH:
+            raise SchemaError(f"{_named((*place, keyword))}can be enforced up to {MOST_LENGTH:,}")
+        if (keyword in _LOWER and value > MOST_BOUND) or (keyword in _UPPER and value < -MOST_BOUND):
+            raise SchemaError(
+                f"{_named((*place, keyword))}can be enforced from {-MOST_BOUND:,} to {MOST_BOUND:,} (2^63 - 1024)"
+            )
 
 
 def check_parameters(schema: dict[str, Any]) -> None:
@@ -138,18 +184,29 @@ def _parsed(text: str) -> Any:
 
 def _walk(schema: dict[str, Any]) -> Iterator[tuple[_Place, str | None, Any]]:
     """Every keyword with its value and the place of its schema, and every number, without a keyword, with its own."""
+    for place, value, holds in _values(schema):
+        if isinstance(value, dict) and holds is _Holds.SCHEMA:
+            for key, item in value.items():
+                yield place, key, item
+        elif _is_number(value):
+            yield place, None, value
+
+
+def _values(schema: dict[str, Any]) -> Iterator[tuple[_Place, Any, _Holds]]:
+    """The schema and every value in it, outer ones first: what the caller changes in an object is gone on with."""
     left: list[tuple[_Place, Any, _Holds]] = [((), schema, _Holds.SCHEMA)]
     while left:
         place, value, holds = left.pop()
+        yield place, value, holds
         if isinstance(value, list):
             left += [((*place, index), item, holds) for index, item in enumerate(value)]
         elif isinstance(value, dict):
             for key, item in value.items():
-                if holds is _Holds.SCHEMA:
-                    yield place, key, item
                 left.append(((*place, key), item, _held_by(key) if holds is _Holds.SCHEMA else _INNER[holds]))
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield place, None, value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _held_by(keyword: str) -> _Holds:

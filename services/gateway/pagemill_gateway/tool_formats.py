@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagemill_gateway.grammar_checker import json_options, lark_string
-from pagemill_gateway.json_schemas import arguments_schema
+from pagemill_gateway.json_schemas import adapted, arguments_schema
 from pagemill_gateway.tool_fields import Tool
 from pagemill_gateway.tool_parsers import Llama3Parser, MistralParser, TaggedParser, ToolCallParser
 
@@ -79,7 +79,7 @@ class ToolFormat:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': json_options(spaced=True)})}"
+    return f"%json {json.dumps({**adapted(schema), 'x-guidance': json_options(spaced=True)})}"
 
 
 def _split(text: str, marker: str, stand_in: str) -> list[str]:
