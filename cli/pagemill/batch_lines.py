@@ -66,8 +66,11 @@ def read_requests(lines: Iterable[bytes]) -> Iterator[BatchRequest | BadLine]:
         except UnsendableError as error:
             yield BadLine(number, f"body: {error}")
             continue
-        except (ValueError, RecursionError) as error:
-            yield BadLine(number, f"not valid JSON: {error}")
+        except RecursionError:
+            yield BadLine(number, "not valid JSON: it is nested too deeply")
+            continue
+        except ValueError as error:
+            yield BadLine(number, f"not valid JSON: {str(error).partition(';')[0]}")  # no advice about the interpreter
             continue
         before = places.setdefault(line.custom_id, number)
         if before != number:

@@ -30,7 +30,7 @@ def test_a_request_keeps_its_line_number_and_blank_lines_are_skipped() -> None:
     [
         (b"{", "not valid JSON"),
         (b"\xff\n", "not valid JSON"),
-        (b"[" * 100_000, "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON: it is nested too deeply"),
         (b"[]\n", "the line: Input should be an object"),
         (line(custom_id=None), "custom_id: Field required"),
         (line(custom_id=""), "custom_id: String should have at least 1"),
@@ -56,6 +56,13 @@ def test_a_bad_line_says_what_is_wrong_with_it(raw: bytes, reason: str) -> None:
     assert isinstance(bad, BadLine)
     assert bad.line == 2
     assert bad.reason.startswith(reason)
+
+
+def test_too_many_digits_are_told_without_advice_about_the_interpreter() -> None:
+    (bad,) = read_requests([b'{"custom_id": ' + b"1" * 5000 + b"}"])
+    assert isinstance(bad, BadLine)
+    assert "limit (4300 digits)" in bad.reason
+    assert "sys." not in bad.reason
 
 
 def test_an_id_stands_in_one_line_only() -> None:

@@ -111,6 +111,7 @@ def test_unknown_drafts_are_not_fetched_wherever_they_are_named() -> None:
         ('{"minimum": NaN}', "must be finite"),
         ('{"minimum": 1e999}', "must be finite"),
         ("[" * 100_000, "nested too deeply"),
+        ('{"minimum": ' + "1" * 4301 + "}", "has a number of too many digits: more than 4,300"),
     ],
 )
 def test_what_is_no_schema(source: Any, words: str) -> None:

@@ -14,7 +14,8 @@ from pagemill_gateway.chat_body import ChatBody
 from pagemill_gateway.completion_body import CompletionBody
 from pagemill_gateway.embedding_body import EmbeddingBody
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.parsing import MAX_DEPTH, MAX_DIGITS, parse_body
+from pagemill_gateway.json_schemas import MAX_DIGITS
+from pagemill_gateway.parsing import MAX_DEPTH, parse_body
 from pagemill_gateway.response_body import ResponseBody
 from pagemill_gateway.token_bodies import DetokenizeBody
 

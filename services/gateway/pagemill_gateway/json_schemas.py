@@ -26,6 +26,8 @@ OPTIONS_KEYWORD = "x-guidance"
 LEAST_INTEGER, MOST_INTEGER = -(2**63), 2**64 - 1
 """Whole numbers that a schema may hold."""
 
+MAX_DIGITS = 4300
+"""Most digits of a whole number in JSON text; what Python makes an integer of."""
 MOST_LENGTH = 2**32 - 1
 """Greatest minLength that a grammar can keep, and what a greater maxLength counts as."""
 MOST_BOUND = 2**63 - 1024
@@ -178,8 +180,10 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise SchemaError("is nested too deeply") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise SchemaError(f"is no JSON: {error}") from None
+    except ValueError:  # Python makes no integer of it
+        raise SchemaError(f"has a number of too many digits: more than {MAX_DIGITS:,}") from None
 
 
 def _walk(schema: dict[str, Any]) -> Iterator[tuple[_Place, str | None, Any]]:

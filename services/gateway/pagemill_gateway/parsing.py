@@ -10,13 +10,12 @@ from pydantic_core import ErrorDetails, from_json
 
 from pagemill_gateway.bodies import RequestBody
 from pagemill_gateway.errors import ApiError
+from pagemill_gateway.json_schemas import MAX_DIGITS
 
 _MAX_SHOWN = 64
 _MAX_FAULTS = 5000
 MAX_DEPTH = 200
 """Most objects and lists of a body that stand in each other; what pydantic's reader takes."""
-MAX_DIGITS = 4300
-"""Most digits of a whole number in a body; what Python makes an integer of."""
 _PLAIN = frozenset({int, str, dict, bool})
 """Types of items in which no whole number can hide."""
 
