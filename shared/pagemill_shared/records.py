@@ -204,27 +204,50 @@ class RecordLayout:
         raise AssertionError(f"{self.cls.__name__}: no number is wrong")
 
 
-class Records(Sequence[Any]):
-    """Records that came from the wire, checked. They are made when they are first asked for: to send them on, none
-    need be."""
+class _MadeLate(Sequence[Any]):
+    """Records that are made when they are first asked for: to send them, none need be."""
 
-    def __init__(self, layout: RecordLayout, parts: list[Any], checked: Checked) -> None:
-        self.parts = parts
-        self._layout, self._checked = layout, checked
-        self._items: tuple[Any, ...] | None = None
+    _items: tuple[Any, ...] | None = None
 
-    def __len__(self) -> int:
-        return len(self._checked[0])
+    def _make(self) -> Iterator[Any]:
+        raise NotImplementedError
 
     def __getitem__(self, index: Any) -> Any:
         if self._items is None:
-            self._items = tuple(self._layout.make(*self._checked))
+            self._items = tuple(self._make())
         return self._items[index]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class Records(_MadeLate):
+    """Records that came from the wire, checked."""
+
+    def __init__(self, layout: RecordLayout, parts: list[Any], checked: Checked) -> None:
+        self.parts = parts
+        self._layout, self._checked = layout, checked
+
+    def __len__(self) -> int:
+        return len(self._checked[0])
+
+    def _make(self) -> Iterator[Any]:
+        return self._layout.make(*self._checked)
+
+
+class Rows(_MadeLate):
+    """Records of class ``cls`` to be sent, each given as a tuple of what its fields hold, in order."""
+
+    def __init__(self, cls: type[Record], rows: list[tuple[Any, ...]]) -> None:
+        self.cls, self.rows = cls, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _make(self) -> Iterator[Any]:
+        return (self.cls(*row) for row in self.rows)
 
 
 class Packed(Kind):
@@ -258,7 +281,9 @@ class PackedSequence(Kind):
     def pack(self, value: Sequence[Any]) -> list[Any]:
         if not value:
             return []
-        if isinstance(value, Records):
+        if type(value) is Rows:
+            return self.layout.pack(list(zip(*value.rows, strict=True)))
+        if type(value) is Records:
             return value.parts
         return self.layout.pack(list(zip(*map(self.layout.get, value), strict=True)))
 

@@ -108,12 +108,17 @@ class _PackedArray(Kind):
 
     def __init__(self, max_items: int, columns: int = 1, low: float | None = None) -> None:
         self.max_items, self.columns, self.low = max_items, columns, low
-        self._row = () if columns == 1 else (columns,)
+        self._dimensions = 1 if columns == 1 else 2
         self._empty: npt.NDArray[Any] = np.zeros(0 if columns == 1 else (0, columns), self.native)
         self._empty.setflags(write=False)  # what arrives is read-only anyway
 
     def pack(self, value: Any) -> bytes:
-        if type(value) is np.ndarray and value.dtype is self.wire and value.shape[1:] == self._row:
+        if (
+            type(value) is np.ndarray
+            and value.dtype is self.wire
+            and value.ndim == self._dimensions
+            and (self._dimensions == 1 or value.shape[1] == self.columns)
+        ):
             return value.tobytes()  # in C order, however it lies
         array = np.ascontiguousarray(value, dtype=self.wire)
         if array.ndim != (1 if self.columns == 1 else 2) or (self.columns > 1 and array.shape[1] != self.columns):

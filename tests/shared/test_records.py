@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from pagemill_testing.wire import values
 
 from pagemill_shared.errors import ProtocolError
-from pagemill_shared.records import Packed, PackedSequence, Record
+from pagemill_shared.records import Packed, PackedSequence, Record, Rows
 from pagemill_shared.schema import Bool, Float, Float32s, Int, Int32s, Optional, Text
 
 ROOM = 4
@@ -80,6 +80,15 @@ def test_a_changed_copy_is_packed_anew() -> None:
 def test_several_records_go_on_as_they_came() -> None:
     parts = MANY.pack((OUTER, OUTER))
     assert MANY.pack(MANY.unpack(parts)) is parts
+
+
+@settings(deadline=None)
+@given(values(MANY))
+def test_rows_travel_as_the_records_that_they_stand_for(records: Sequence[Outer]) -> None:
+    rows = Rows(Outer, [tuple(getattr(record, field.name) for field in fields(record)) for record in records])
+    assert MANY.pack(rows) == MANY.pack(records)
+    assert len(rows) == len(records)
+    assert rows == tuple(records)
 
 
 def test_no_records_take_no_room() -> None:

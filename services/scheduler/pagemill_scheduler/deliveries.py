@@ -21,6 +21,7 @@ _PIECE_TOKENS = 32_768
 """Most tokens of one sequence in one entry: 6 MB with the most log-probabilities."""
 _ENTRY_BYTES = 28
 _LOGPROB_BYTES = 12
+_EOS, _LENGTH = int(FinishReason.EOS), int(FinishReason.LENGTH)  # numpy takes a member of an enumeration apart slowly
 _ITEM_BYTES = 512
 """At least what a report or a failure takes, so that their number in a delivery stays below 65,536."""
 
@@ -175,7 +176,7 @@ def finish_codes(hits: list[int], full: npt.NDArray[np.bool_]) -> Int32Array:
     True. EOS stands for both kinds of hit."""
     codes = np.zeros(len(full), np.int32)
     if np.count_nonzero(full):
-        codes[full] = FinishReason.LENGTH
+        codes[full] = _LENGTH
     for place in hits:
-        codes[place] = FinishReason.EOS
+        codes[place] = _EOS
     return codes

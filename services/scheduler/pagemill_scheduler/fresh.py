@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pagemill_scheduler.admission import Demand
@@ -11,7 +13,6 @@ from pagemill_scheduler.prefix_names import Run
 from pagemill_scheduler.request import Request, Status
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
-from pagemill_shared.messages import SequenceJoin
 from pagemill_shared.schema import Int32Array
 
 NO_KEY = 0
@@ -25,7 +26,7 @@ class Starting:
         key: of the first block after them, NO_KEY if that will not be full.
         num_blocks: blocks that it gets.
         start, count: the tokens of its prompt that it computes in the plan.
-        join: as the worker is told of its first sequence.
+        slot: of its first sequence, once it has started; join: the fields of the SequenceJoin that the worker gets.
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class Starting:
         self.num_blocks = num_blocks
         self.start, self.count = start, count
         self.named = named
-        self.join: SequenceJoin | None = None
+        self.slot = -1
+        self.join: tuple[Any, ...] = ()
 
 
 class Fresh:
@@ -142,7 +144,8 @@ class Fresh:
             blocks = joined([np.array(starting.cached, np.int32), blocks])
         sequences = request.sequences
         slot = table.join(sequences[0], blocks, start + starting.count, starting.named, starting.node)
-        starting.join = SequenceJoin(slot, 0, length, start, request.prompt, blocks, request.sampling)
+        starting.slot = slot
+        starting.join = (slot, 0, length, start, request.prompt, blocks, request.sampling)
         if not request.forked:
             table.expect_chunk(slot, True)
             for sequence in sequences[1:]:

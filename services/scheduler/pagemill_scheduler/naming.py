@@ -32,11 +32,13 @@ def name_rows(worker: WorkerState, slots: Slots, length: Int32Array) -> None:
     if not len(filled):
         return
     slots = slots[filled]
-    known = np.minimum(length[filled], table.computed[slots])
-    at = table.name_at[slots]
+    length = length[filled]
+    computed, at = table.computed[slots], table.name_at[slots]
     after = at + table.size
-    one = (known >= at) & (known < after)
-    if np.count_nonzero(one) < len(slots):
+    # Nearly always each has just filled one block, with a token that is computed next.
+    if np.count_nonzero(length == at) < len(slots) or np.count_nonzero(computed < at):
+        known = np.minimum(length, computed)
+        one = (known >= at) & (known < after)
         for slot in slots[known >= after].tolist():
             name_slot(worker, slot)
         slots, at, after = slots[one], at[one], after[one]

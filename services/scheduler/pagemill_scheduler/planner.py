@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from pagemill_scheduler.state import State
 from pagemill_scheduler.table import Slots
 from pagemill_scheduler.worker import AwaitedReport, Flight, WorkerState
 from pagemill_shared.messages import IterationPlan, SequenceJoin
+from pagemill_shared.records import Rows
 from pagemill_shared.schema import Int32Array
 
 _ONE = np.ones((), np.int32)
@@ -32,6 +34,7 @@ class Draft:
     Attributes:
         entries: the slots behind the tokens that the chunks sample.
         reports: what the chunks will tell of their prompts.
+        joined: the fields of each SequenceJoin.
     """
 
     def __init__(self, budget: int) -> None:
@@ -42,7 +45,7 @@ class Draft:
         self.chunks: list[tuple[int, int, int, int]] = []
         self.entries: list[int] = []
         self.reports: list[AwaitedReport] = []
-        self.joined: list[SequenceJoin] = []
+        self.joined: list[tuple[Any, ...]] = []
         self.swap_in: list[tuple[int, int]] = []
 
 
@@ -293,7 +296,7 @@ def _start_newcomers(state: State, worker: WorkerState, draft: Draft, now: float
             draft.budget -= fresh.gather(request, place.taken, key, draft.budget)
         else:
             arrival = admission.start(state, worker, request, place.taken, now)
-            draft.joined.extend(arrival.joined)
+            draft.joined.extend([_fields(join) for join in arrival.joined])
             draft.swap_in.extend(arrival.swap_in)
             _run_newcomers(state, worker, arrival.joined, draft)
     if len(fresh):
@@ -303,12 +306,11 @@ def _start_newcomers(state: State, worker: WorkerState, draft: Draft, now: float
 def _start_fresh(worker: WorkerState, draft: Draft, fresh: Fresh) -> None:
     """Start those that were gathered; their chunks have been taken from the budget already."""
     for starting in fresh.start():
-        join = starting.join
-        assert join is not None
-        draft.joined.append(join)
-        complete = starting.start + starting.count == join.prompt_length
-        samples = _sample_after_prompt(worker, join.slot, draft) if complete else 0
-        draft.chunks.append((join.slot, starting.start, starting.count, samples))
+        slot = starting.slot
+        draft.joined.append(starting.join)
+        complete = starting.start + starting.count == len(starting.request.prompt)
+        samples = _sample_after_prompt(worker, slot, draft) if complete else 0
+        draft.chunks.append((slot, starting.start, starting.count, samples))
 
 
 def _work(worker: WorkerState, request: Request, taken: admission.Demand) -> int:
@@ -358,6 +360,7 @@ def _would_fit(
     return fits and seated + request.seats_needed <= state.config.seats
 
 
+_fields = attrgetter("slot", "sequence", "prompt_length", "computed", "token_ids", "block_table", "sampling")
 _NO_NUMBERS = np.zeros(0, np.int32)
 _NO_ROWS = {columns: np.zeros((0, columns), np.int32) for columns in (2, 3, 4)}
 
@@ -389,7 +392,7 @@ def _dispatch(worker: WorkerState, draft: Draft, now: float) -> IterationPlan:
         epoch=worker.outgoing.epoch,
         iteration=worker.outgoing.next(),
         released=_list(notes.released),
-        joined=tuple(draft.joined),
+        joined=Rows(SequenceJoin, draft.joined) if draft.joined else (),
         forks=_table(notes.forks, 3),
         new_blocks=new_blocks,
         chosen=_table(list(notes.chosen.items()), 2),

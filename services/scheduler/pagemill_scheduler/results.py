@@ -17,6 +17,8 @@ from pagemill_shared.grammar_limits import GRAMMAR_FAILED, GRAMMAR_TIMEOUT
 from pagemill_shared.messages import FinishReason, IterationResult, PromptReport, RowFault, TokenLogprobs
 from pagemill_shared.schema import Int32Array
 
+_STOP_TOKEN = int(FinishReason.STOP_TOKEN)
+
 
 def apply_result(state: State, worker: WorkerState, result: IterationResult) -> None:
     """Record the tokens of the worker's oldest plan in flight.
@@ -118,7 +120,8 @@ def _record(
     hits = table.stopped(slots, tokens, length)
     finishes = finish_codes(hits, length >= table.limit[slots])
     for i in hits:
-        finishes[i] = _which_end(table.sequence(slots.item(i)).request, tokens.item(i))
+        if tokens.item(i) not in table.sequence(slots.item(i)).request.eos_ids:
+            finishes[i] = _STOP_TOKEN
     ended = finishes.nonzero()[0]
     state.counters.generation_tokens += len(slots)
     if state.config.prefix_caching:
@@ -197,10 +200,6 @@ def _fail_row(state: State, worker: WorkerState, request: Request, fault: RowFau
     else:
         field = grammars.GRAMMAR_FIELD if fault.code in (GRAMMAR_FAILED, GRAMMAR_TIMEOUT) else ""
         lifecycle.fail(state, request, fault.code, fault.message, field)
-
-
-def _which_end(request: Request, token: int) -> FinishReason:
-    return FinishReason.EOS if token in request.eos_ids else FinishReason.STOP_TOKEN
 
 
 def _entries(logprobs: TokenLogprobs) -> dict[int, LogprobEntry]:
