@@ -18,7 +18,7 @@ from torch import Tensor
 from pagemill_kernels.gpu import attention, blocks, write
 from pagemill_kernels.gpu.autotune import tuned_tiles
 from pagemill_kernels.gpu.tile_table import TileTable, made_with
-from pagemill_kernels.gpu.tiles import Tile, power_of_two
+from pagemill_kernels.gpu.tiles import Tile, most_registers, power_of_two
 from pagemill_kernels.gpu.timing import batch_for, device_timer
 from pagemill_kernels.gpu.tuning import TileKey, Use, fixed_tile
 from pagemill_kernels.gpu.work import NO_REDUCTION, Packed, Rows, Work, most_items, padded, plan_work
@@ -216,6 +216,7 @@ class TritonKernels(ResidentKernels[TritonStep]):
                 PRECISION="ieee",
                 num_warps=launch.tile.warps,
                 num_stages=launch.tile.stages,
+                maxnreg=most_registers(cache.element_size(), self._capability),
             )
             if launch.most_tokens:
                 attention.reduce_parts[(launch.reductions.shape[0] * launch.most_tokens * num_heads,)](

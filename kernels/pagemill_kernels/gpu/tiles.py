@@ -62,8 +62,7 @@ def chunk_tile(group: int, head_dim: int, itemsize: int, capability: int) -> Til
     multiply exactly, is for comparisons; it gets what the registers hold."""
     if itemsize == 4:
         rows = max(32, power_of_two(group))
-        # Eight warps are built at 64 registers before 9.0, one too few, and four spill from 9.0 on.
-        return Tile(rows, 16, (4 if capability < 90 else 8) if rows == 32 else 16, 2)
+        return Tile(rows, 16, 8 if rows == 32 else 16, 2)
     if head_dim <= 128:
         # Before 9.0 every warp widens all keys of 8 bits for itself, in its registers.
         keys = 32 if itemsize == 1 and capability < 90 and head_dim > 64 else 64
@@ -72,3 +71,13 @@ def chunk_tile(group: int, head_dim: int, itemsize: int, capability: int) -> Til
     # With 8 warps triton 3.7 builds for 10.0 at 128 registers and leaves three values on the stack; four warps may have
     # twice as many. Elsewhere four have too few.
     return Tile(rows, 32, 4 if rows == 64 and 100 <= capability < 120 else 8, 2)
+
+
+def most_registers(itemsize: int, capability: int) -> int | None:
+    """What ptxas is told that a thread of the attention kernel may have at most; None: nothing.
+
+    Left to itself it aims at an occupancy that shared memory does not allow anyway, and leaves a value or two on the
+    stack for it: in all builds for 10.0, and in those of float32 before 9.0. From 9.0 to 10.0 it does not, and its
+    choice is the better one.
+    """
+    return 255 if capability >= 100 or (itemsize == 4 and capability < 90) else None

@@ -62,7 +62,8 @@ class Recorder:
         return self.record
 
     def record(self, *arguments: Any, **named: Any) -> None:
-        options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+        options = {name: named.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in named}
+        options = {name: value for name, value in options.items() if value is not None}
         names = self.kernel.arg_names
         values = dict(zip(names, arguments, strict=False)) | named
         assert list(values) == names
