@@ -68,7 +68,8 @@ async def run(
     """
     waiting = list(reversed(prompts))
     timeout = aiohttp.ClientTimeout(total=limit)
-    connector = aiohttp.TCPConnector(limit=0)
+    # A connection for each: llama.cpp's server closes those that it has answered on without saying so.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     answers: list[Answer] = []
     async with aiohttp.ClientSession(base_url=url, timeout=timeout, connector=connector) as session:
 

@@ -89,7 +89,7 @@ def transformers(python: str, model: Path, no_token: int) -> System:
 
     config = f'{{"eos_token_id": {no_token}, "pad_token_id": 0, "do_sample": false}}'
     body = {"model": str(model), "generation_config": config}
-    output = 16  # at about one token per second and stream
+    output = 16  # of 64: where many are at work, each gets about one token per second
     return System(
         f"transformers CB, {output} tokens each", "fp32", command, body, _offline(), choices=False, most_output=output
     )
