@@ -30,6 +30,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
 WARM_UP_STEPS = 30
@@ -78,6 +79,7 @@ class Driver:
         self.random = np.random.default_rng(load["seed"])
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(load["block_size"], sha256)
+        self.encoder = MsgpackEncoder()
         self.number = self.ended = 0
 
     def new_prompt(self) -> tuple[list[int], SamplingParams]:
@@ -105,8 +107,9 @@ class Driver:
         ]
         return ModelRunnerOutput(ids, {name: i for i, name in enumerate(ids)}, sampled)
 
-    def step(self, ending: float) -> tuple[float, float, float]:
-        """Seconds of wall clock in schedule and update, and of processor time in both."""
+    def step(self, ending: float) -> tuple[float, float, float, float]:
+        """Seconds of wall clock in schedule and update, the latter with encoding; of processor time in both; and in
+        encoding."""
         live = len(self.scheduler.running) + len(self.scheduler.waiting)
         arrivals = [self.new_prompt() for _ in range(self.load["running"] - live)]
         wall, cpu = time.perf_counter(), time.thread_time()
@@ -117,11 +120,15 @@ class Driver:
         result = self.answer(output, ending)
         before = len(self.scheduler.running)
         wall, cpu = time.perf_counter(), time.thread_time()
-        self.scheduler.update_from_output(output, result)
-        update, cpu_update = time.perf_counter() - wall, time.thread_time() - cpu
+        outputs = self.scheduler.update_from_output(output, result)
+        made = time.perf_counter()
+        for client in outputs.values():
+            self.encoder.encode(client)
+        ended = time.perf_counter()
+        update, cpu_update = ended - wall, time.thread_time() - cpu
         self.ended += before - len(self.scheduler.running)
         self.decoding = len(result.req_ids) == output.total_num_scheduled_tokens == self.load["running"]
-        return schedule, update, cpu_schedule + cpu_update
+        return schedule, update, cpu_schedule + cpu_update, ended - made
 
 
 def main() -> None:
@@ -138,7 +145,7 @@ def main() -> None:
     gc.freeze()
     gc.disable()
     times = np.array([driver.step(load["ending"]) for _ in range(load["steps"])]) * 1e6
-    schedule, update, cpu = np.median(times, axis=0)
+    schedule, update, cpu, encode = np.median(times, axis=0)
     total = times[:, 0] + times[:, 1]
     print(
         json.dumps(
@@ -146,6 +153,7 @@ def main() -> None:
                 "version": vllm.__version__,
                 "schedule_us": round(float(schedule), 1),
                 "update_us": round(float(update), 1),
+                "encode_us": round(float(encode), 1),
                 "total_us": round(float(np.median(total)), 1),
                 "p99_us": round(float(np.percentile(total, 99)), 1),
                 "total_cpu_us": round(float(cpu), 1),
