@@ -76,8 +76,9 @@ def chunk_tile(group: int, head_dim: int, itemsize: int, capability: int) -> Til
 def most_registers(itemsize: int, capability: int) -> int | None:
     """What ptxas is told that a thread of the attention kernel may have at most; None: nothing.
 
-    Left to itself it aims at an occupancy that shared memory does not allow anyway, and leaves a value or two on the
-    stack for it: in all builds for 10.0, and in those of float32 before 9.0. From 9.0 to 10.0 it does not, and its
-    choice is the better one.
+    Left to itself it aims at an occupancy and leaves a few values on the stack for it: in builds for 10.0, and in those
+    of float32 before 9.0. For decode tiles shared memory does not allow that occupancy anyway; chunk tiles of 64
+    dimensions lose it, and whether the stack would cost more nobody has measured. From 9.0 to 10.0 its choice needs
+    no stack.
     """
     return 255 if capability >= 100 or (itemsize == 4 and capability < 90) else None

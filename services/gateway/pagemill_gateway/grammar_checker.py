@@ -43,7 +43,6 @@ _REMEMBERED = 256
 """Constraints that need no second check."""
 _STEPS = 4
 """Tokens that a grammar is tried with."""
-_MAX_REASON = 300
 THREADS = 8
 """So many that a small schema need not wait for one that explodes: they share the processors."""
 
@@ -174,7 +173,7 @@ class GrammarChecker:
                 return self._loaded
         except ValueError as error:
             raise RequestError(
-                f"{constraint.field} cannot be used with this model: {_first_lines(str(error))}",
+                f"{constraint.field} cannot be used with this model: {in_our_words(str(error))}",
                 code="unsupported_parameter",
                 param=constraint.field,
             ) from None
@@ -269,7 +268,3 @@ def lark_string(text: str) -> str:
 
 def _refusal(field: str, reason: str) -> RequestError:
     return RequestError(f"{field}: {reason}", code="invalid_value", param=field)
-
-
-def _first_lines(text: str) -> str:
-    return " ".join(text.split())[:_MAX_REASON]

@@ -3,50 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
-from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pagemill_scheduler import admission, grammars, lifecycle, naming, placement
+from pagemill_scheduler.draft import NO_SLOTS, Draft, dispatch, table_of
 from pagemill_scheduler.fresh import Fresh
 from pagemill_scheduler.request import Request
 from pagemill_scheduler.state import State
 from pagemill_scheduler.table import Slots
-from pagemill_scheduler.worker import AwaitedReport, Flight, WorkerState
+from pagemill_scheduler.worker import AwaitedReport, WorkerState
 from pagemill_shared.messages import IterationPlan, SequenceJoin
-from pagemill_shared.records import Rows
-from pagemill_shared.schema import Int32Array
+from pagemill_shared.schema import Int32Array, getter, layout_of
 
 _ONE = np.ones((), np.int32)
-_NO_SLOTS = np.zeros(0, np.intp)
+_fields = getter([name for name, _ in layout_of(SequenceJoin).fields])
 
 SHORT_SHARE = 10
 """One in so many tokens of the budget is for short newcomers while a longer prompt is being computed, but at most half
 of the prompt tokens of an iteration."""
-
-
-class Draft:
-    """The plan being made. ``chunks`` are (slot, start, count, samples), as in IterationPlan.prefill_chunks.
-
-    Attributes:
-        entries: the slots behind the tokens that the chunks sample.
-        reports: what the chunks will tell of their prompts.
-        joined: the fields of each SequenceJoin.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.rows: Slots = _NO_SLOTS
-        self.new_blocks: list[Int32Array] = []
-        self.copies: list[tuple[int, int]] = []
-        self.chunks: list[tuple[int, int, int, int]] = []
-        self.entries: list[int] = []
-        self.reports: list[AwaitedReport] = []
-        self.joined: list[tuple[Any, ...]] = []
-        self.swap_in: list[tuple[int, int]] = []
 
 
 def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | None:
@@ -76,7 +52,7 @@ def make_plan(state: State, worker: WorkerState, now: float) -> IterationPlan | 
         _start_newcomers(state, worker, draft, now)
     if not len(draft.rows) and not draft.chunks and not draft.joined:
         return None
-    return _dispatch(worker, draft, now)
+    return dispatch(worker, draft, now)
 
 
 def _decode(state: State, worker: WorkerState, draft: Draft) -> Int32Array:
@@ -116,7 +92,7 @@ def _make_room(state: State, worker: WorkerState) -> tuple[Int32Array, Slots, Sl
         grows = computed >= table.num_blocks[:top] * table.size
         grows &= ready
         rows, growing = ready.nonzero()[0], grows.nonzero()[0]
-        shared, need = _NO_SLOTS, len(growing)
+        shared, need = NO_SLOTS, len(growing)
         if table.num_siblings:
             writers = (ready & ~grows).nonzero()[0]
             targets = table.last_block[writers]
@@ -167,7 +143,7 @@ def _copy_on_write(state: State, worker: WorkerState, slots: list[int], draft: D
     for (slot, source), target in zip(copying, pool.allocate(len(copying)).tolist(), strict=True):
         rows.append((slot, table.replace_last(slot, target), target))
         draft.copies.append((source, target))
-    draft.new_blocks.append(_table(rows, 3))
+    draft.new_blocks.append(table_of(rows, 3))
     state.counters.copied_blocks += len(copying)
 
 
@@ -358,59 +334,3 @@ def _would_fit(
     gain = len(np.setdiff1d(freed, np.array(taken.cached, np.int32)))
     fits = taken.blocks + worker.reserve(state.config.watermark, seated) <= worker.pool.num_free + gain
     return fits and seated + request.seats_needed <= state.config.seats
-
-
-_fields = attrgetter("slot", "sequence", "prompt_length", "computed", "token_ids", "block_table", "sampling")
-_NO_NUMBERS = np.zeros(0, np.int32)
-_NO_ROWS = {columns: np.zeros((0, columns), np.int32) for columns in (2, 3, 4)}
-
-
-def _table(rows: list[Any], columns: int) -> Int32Array:
-    """[K, columns] of K tuples; flat first, because numpy takes nested ones apart slowly."""
-    if not rows:
-        return _NO_ROWS[columns]
-    return np.fromiter(chain.from_iterable(rows), np.int32, len(rows) * columns).reshape(-1, columns)
-
-
-def _list(numbers: list[int]) -> Int32Array:
-    return np.array(numbers, np.int32) if numbers else _NO_NUMBERS
-
-
-def _dispatch(worker: WorkerState, draft: Draft, now: float) -> IterationPlan:
-    notes = worker.notes
-    worker.num_plans += 1
-    rows = draft.rows.astype(np.int32)
-    chunks = _table(draft.chunks, 4)
-    match draft.new_blocks:
-        case []:
-            new_blocks = _NO_ROWS[3]
-        case [new_blocks]:
-            pass
-        case _:
-            new_blocks = np.concatenate(draft.new_blocks)
-    plan = IterationPlan(
-        epoch=worker.outgoing.epoch,
-        iteration=worker.outgoing.next(),
-        released=_list(notes.released),
-        joined=Rows(SequenceJoin, draft.joined) if draft.joined else (),
-        forks=_table(notes.forks, 3),
-        new_blocks=new_blocks,
-        chosen=_table(list(notes.chosen.items()), 2),
-        swap_out=_table(notes.swap_out, 2),
-        swap_in=_table(draft.swap_in, 2),
-        block_copies=_table(draft.copies, 2),
-        decode_rows=rows,
-        prefill_chunks=chunks,
-        reporting=_list([report.slot for report in draft.reports]),
-    )
-    worker.told()
-    if not worker.flights:
-        worker.progress_at = now
-    slots = draft.rows
-    if draft.entries:
-        slots = np.empty(len(rows) + len(draft.entries), np.intp)
-        slots[: len(rows)] = draft.rows
-        slots[len(rows) :] = draft.entries
-    num_tokens = len(rows) + sum([count for _, _, count, _ in draft.chunks])
-    worker.flights.append(Flight(plan.iteration, slots, num_tokens, now, draft.reports))
-    return plan
