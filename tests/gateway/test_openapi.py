@@ -26,6 +26,10 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+# Loads what schemathesis would load at first use, beside servers in threads: pytest parses the modules that it imports,
+# and two threads that parse at once are a SystemError in CPython 3.11 and 3.12 (gh-106905).
+from schemathesis.specs.openapi.schemas import OpenApiSchema
+
 from pagemill_gateway import answers, response_answers
 from pagemill_gateway.answers import Error
 from pagemill_gateway.bodies import RequestBody
@@ -93,7 +97,7 @@ class Explorer:
         self.session.trust_env = False
         if key is not None:
             self.session.headers["Authorization"] = f"Bearer {key}"
-        self.schema = schemathesis.openapi.from_dict(self.session.get(f"{url}/openapi.json").json())
+        self.schema: OpenApiSchema = schemathesis.openapi.from_dict(self.session.get(f"{url}/openapi.json").json())
         self.sent = 0
         self.answered: dict[tuple[str, int], int] = {}
         self.refused: list[str] = []
