@@ -9,22 +9,22 @@ from collections.abc import Callable
 from pagemill_shared.grammar_limits import PARSER_LIMITS
 
 MAX_REASON = 300
-_NO_TEXT = "no text matches it"
+NO_TEXT = "no text matches it"
 TOO_COMPLEX = "is too complex"
 """How the reasons begin that are limits on what a grammar costs."""
 
 _Words = str | Callable[[re.Match[str]], str]
 
 _LIBRARY: tuple[tuple[str, _Words], ...] = (
-    (r"NoExtensionBias|Regex is empty", _NO_TEXT),
+    (r"NoExtensionBias|Regex is empty", NO_TEXT),
     # JSON schemas
     (r"Unimplemented keys: \[(.*)\]", lambda m: f"cannot be enforced with {_listed(m[1])}"),
     (
         r"oneOf constraints are not supported",
         "oneOf can be enforced only where its branches are of different types; with anyOf it can",
     ),
-    (r"anyOf is empty", f"{_NO_TEXT}: an enum is empty, or has no value that the rest of its schema allows"),
-    (r"Unsatisfiable schema: (.*)", lambda m: f"{_NO_TEXT}: {m[1]}"),
+    (r"anyOf is empty", f"{NO_TEXT}: an enum is empty, or has no value that the rest of its schema allows"),
+    (r"Unsatisfiable schema: (.*)", lambda m: f"{NO_TEXT}: {m[1]}"),
     (r"Unknown format: (.*)", lambda m: f"the format {m[1]!r} is not known"),
     (r"Pointer '(.*)' does not exist", lambda m: f"$ref points to {m[1]!r}, where nothing is"),
     (r"Resource '(.*)' is not present", lambda m: f"$ref or $schema names {m[1]!r}, but nothing outside is read"),

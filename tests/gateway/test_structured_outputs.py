@@ -123,6 +123,45 @@ def test_blanks_between_the_parts_of_json_are_bounded(api: Stage) -> None:
     assert not matches(grammar, '{"a":\n\n1}')
 
 
+NEEDS_A = {"type": "object", "required": ["a"]}
+NAMED = {"$defs": {"name": {"type": "string", "format": "nope"}}, "properties": {"a": {"$ref": "#/$defs/name"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"not": {}}, "cannot be enforced with not"),
+        (
+            {"properties": {"a": {"type": "string"}, "b": {"items": {"not": {"type": "null"}}}}},
+            "properties.b.items: cannot be enforced with not",
+        ),
+        ({"anyOf": [{"type": "null"}, {"uniqueItems": True}]}, "anyOf[1]: cannot be enforced with uniqueItems"),
+        ({**NAMED, "type": "object"}, "$defs.name: the format 'nope' is not known"),
+        ({"properties": {"properties": {"$ref": "#/x"}}}, "properties.properties: $ref points to '/x', where nothing"),
+        (
+            {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]},
+            "no text matches it: required property 'a' is unsatisfiable",
+        ),
+        (
+            {"properties": {"a": {"type": "object", "properties": {"b": {"enum": []}}, "required": ["b"]}}, **NEEDS_A},
+            "no text matches it: required property 'a' is unsatisfiable",
+        ),
+    ],
+)
+def test_a_refusal_tells_where_in_the_schema_the_fault_lies(api: Stage, schema: dict[str, Any], words: str) -> None:
+    response = api.post("/v1/completions", prompt="x", structured_outputs={"json": schema})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"structured_outputs.json: {words}")
+
+
+def test_a_fault_in_a_large_schema_is_told_in_time(api: Stage) -> None:
+    names = {f"p{i}": {"type": "string", "pattern": f"^{'ab?' * 20}{i}$"} for i in range(600)}
+    schema = {"properties": {**names, "last": {"not": {}}}}
+    response = api.post("/v1/completions", prompt="x", structured_outputs={"json": schema})
+    assert response.status_code == 400
+    assert "cannot be enforced with not" in response.json()["error"]["message"]
+
+
 @BOTH
 @pytest.mark.parametrize(
     "nothing",

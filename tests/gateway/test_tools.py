@@ -421,7 +421,7 @@ def test_parameters_that_are_none_are_refused_by_name(
 @pytest.mark.parametrize(
     ("unenforceable", "words"),
     [
-        ({"a": {"not": {}}}, "cannot be enforced with not"),
+        ({"a": {"not": {}}}, "parameters: properties.a: cannot be enforced with not"),
         ({"a": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}, "with anyOf it can"),
         ({"a": {"type": "string", "pattern": "["}}, "a regular expression is not valid"),
         ({"a": {"$ref": "#/nowhere"}}, "where nothing is"),

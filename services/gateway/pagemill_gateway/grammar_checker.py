@@ -24,10 +24,17 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from pagemill_gateway.errors import ApiError
-from pagemill_gateway.json_schemas import SchemaError, adapted, check_limits, patterns_of, read_schema
+from pagemill_gateway.json_schemas import (
+    SchemaError,
+    adapted,
+    check_limits,
+    patterns_of,
+    place_of_fault,
+    read_schema,
+)
 from pagemill_gateway.structured_outputs import Constraint
 from pagemill_shared.errors import RequestError
-from pagemill_shared.grammar_errors import TOO_COMPLEX, in_our_words
+from pagemill_shared.grammar_errors import NO_TEXT, TOO_COMPLEX, in_our_words
 from pagemill_shared.grammar_limits import PARSER_LIMITS
 from pagemill_shared.manifest import ModelManifest
 from pagemill_shared.sampling import MAX_GRAMMAR
@@ -41,6 +48,8 @@ MAX_CHECK_S = 5.0
 """Most seconds that a check may take, from when it was asked for."""
 _REMEMBERED = 256
 """Constraints that need no second check."""
+MAX_SEARCH_S = 0.5
+"""Most seconds that are spent on finding where in a schema a fault lies."""
 _STEPS = 4
 """Tokens that a grammar is tried with."""
 THREADS = 8
@@ -153,19 +162,39 @@ class GrammarChecker:
             RequestError: it does not.
         """
         grammar = as_grammar(constraint, text)
+        reason = self._fault(grammar, tokenizer)
+        if reason is None:
+            return grammar
+        place = ""
+        if constraint.kind == "json" and not reason.startswith(TOO_COMPLEX):  # which many tries would find too slowly
+            until = time.monotonic() + MAX_SEARCH_S
+
+            def at_fault(part: dict[str, Any]) -> bool:
+                if time.monotonic() > until:
+                    return False
+                try:
+                    return self._fault(as_grammar(constraint, json.dumps(part)), tokenizer) == reason
+                except RequestError:  # by itself it is none
+                    return False
+
+            place = place_of_fault(read_schema(text), at_fault)
+        raise _refusal(constraint.field, place + reason)
+
+    def _fault(self, grammar: str, tokenizer: LLTokenizer) -> str | None:
+        """Why the first tokens of the grammar cannot be had."""
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         for _step in range(_STEPS):
             mask = b"" if matcher.is_error() else matcher.compute_bitmask()
             if matcher.is_error():
-                raise _refusal(constraint.field, in_our_words(matcher.get_error()))
+                return in_our_words(matcher.get_error())
             allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
             if not allowed.size:
-                raise _refusal(constraint.field, "no text matches it")
+                return NO_TEXT
             going_on = allowed[~np.isin(allowed, self._manifest.eos_token_ids)]
             if not going_on.size:
                 break
             matcher.consume_token(int(going_on[0]))  # that a text with one way on is too long shows only then
-        return grammar
+        return None
 
     def _tokenizer(self, constraint: Constraint) -> LLTokenizer:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any, NoReturn
 
@@ -153,6 +153,25 @@ def check_limits(schema: dict[str, Any]) -> None:
             )
 
 
+def place_of_fault(schema: dict[str, Any], at_fault: Callable[[dict[str, Any]], bool]) -> str:
+    """Where in a valid schema that is at fault the innermost schema lies that is so by itself, as ``properties.a: ``;
+    empty if that is the whole.
+
+    Args:
+        at_fault: whether a schema has the fault. Called for the schemas along the way and those beside them.
+    """
+    shared = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
+    place: _Place = ()
+    inner: dict[str, Any] | None = schema
+    while inner is not None:
+        found, inner = inner, None
+        for step, part in _schemas_in(found):
+            if at_fault({**shared, **part}):
+                place, inner = (*place, *step), part
+                break
+    return _named(place)
+
+
 def check_parameters(schema: dict[str, Any]) -> None:
     """Whether ``schema`` can describe the arguments of a function, which are always an object.
 
@@ -207,6 +226,19 @@ def _values(schema: dict[str, Any]) -> Iterator[tuple[_Place, Any, _Holds]]:
         elif isinstance(value, dict):
             for key, item in value.items():
                 left.append(((*place, key), item, _held_by(key) if holds is _Holds.SCHEMA else _INNER[holds]))
+
+
+def _schemas_in(schema: dict[str, Any]) -> Iterator[tuple[_Place, dict[str, Any]]]:
+    """The schemas directly within ``schema``, and the steps to them."""
+    for keyword, value in schema.items():
+        if keyword in _DATA:
+            continue
+        if isinstance(value, dict) and keyword not in _SCHEMAS_BY_NAME:
+            yield (keyword,), value
+        elif isinstance(value, dict):
+            yield from (((keyword, name), part) for name, part in value.items() if isinstance(part, dict))
+        elif isinstance(value, list):
+            yield from (((keyword, index), part) for index, part in enumerate(value) if isinstance(part, dict))
 
 
 def _is_number(value: Any) -> bool:
