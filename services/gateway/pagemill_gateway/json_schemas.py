@@ -36,6 +36,7 @@ MOST_BOUND = 2**63 - 1024
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _LOWER, _UPPER = frozenset({"minimum", "exclusiveMinimum"}), frozenset({"maximum", "exclusiveMaximum"})
 _SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_SHARED = ("$schema", "$defs", "definitions")
 _DATA = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose values are data, which may have keys of any name."""
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -160,7 +161,7 @@ def place_of_fault(schema: dict[str, Any], at_fault: Callable[[dict[str, Any]], 
     Args:
         at_fault: whether a schema has the fault. Called for the schemas along the way and those beside them.
     """
-    shared = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
+    shared: dict[str, Any] = {name: schema[name] for name in _SHARED if name in schema}
     place: _Place = ()
     inner: dict[str, Any] | None = schema
     while inner is not None:
