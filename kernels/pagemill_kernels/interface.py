@@ -210,6 +210,15 @@ class Kernels(ABC, Generic[Step]):
         has none."""
         return None
 
+    def narrow_linear(
+        self, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor | None, BlockMatrix | None], Linear | None] | None:
+        """What makes this set's product of a weight and a bias, both of ``dtype``, that keeps the weight in fewer bits
+        and computes what `own_linear`'s does, bit by bit. It is also given the blocks that a file stored the weight
+        in, where it did, and makes None of a weight that would lose something. None where the set has no such product.
+        """
+        return None
+
     @abstractmethod
     def copy_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> int:
         """Copies whole blocks from one pool to another or the same: copy-on-write, swap-out (gather from the device

@@ -52,7 +52,8 @@ class LinearFactory:
         kernels: the set that runs, which may have products of its own.
 
     Attributes:
-        name: what the linears it makes run on.
+        takes_blocks: whether it multiplies a GGUF file's blocks as they are.
+        uses_blocks: whether it has a use for them, be it beside the weights.
 
     Raises:
         ValueError: nothing here computes with weights that are quantised so.
@@ -73,20 +74,45 @@ class LinearFactory:
         if {"none": False, "int8": make is None, "gguf": make_blocks is None}[quantization]:
             own = "no kernels" if kernels is None else f"the {kernels.name} kernels"
             raise ValueError(f"{own} have no {quantization} product for {str(dtype).removeprefix('torch.')}")
+        self._make_narrow = kernels.narrow_linear(dtype) if kernels is not None and quantization != "int8" else None
         if make is None:
             packing = device.type == "cpu" and dtype == torch.float32 and _packing_works()
             make = PackedLinear if packing else TorchLinear
         self._make, self._make_blocks = make, make_blocks
-        self.name = make(torch.zeros(1, 1, dtype=dtype, device=device), None).name
-        if quantization == "gguf":
-            self.name = "gguf"
+        self._name = make(torch.zeros(1, 1, dtype=dtype, device=device), None).name
+        self._narrow: set[str] = set()
+        self._has_wide = False
+        self.takes_blocks = quantization == "gguf"
+        self.uses_blocks = self.takes_blocks or self._make_narrow is not None
 
-    def __call__(self, weight: Tensor | BlockMatrix, bias: Tensor | None = None) -> Linear:
-        """A linear of weight [out, in] and bias [out] or None."""
+    @property
+    def name(self) -> str:
+        """What the linears run on that it has made: with the forms in which weights are kept where that is not their
+        dtype."""
+        if self.takes_blocks:
+            return "gguf"
+        if not self._narrow:
+            return self._name
+        return f"{self._name}({','.join([*sorted(self._narrow), *(['float32'] if self._has_wide else [])])})"
+
+    def __call__(
+        self, weight: Tensor | BlockMatrix, bias: Tensor | None = None, stored: BlockMatrix | None = None
+    ) -> Linear:
+        """A linear of weight [out, in] and bias [out] or None.
+
+        Args:
+            stored: the blocks in which a file stored the weight, where it did; the result is the same without them.
+        """
         if isinstance(weight, BlockMatrix):
             if self._make_blocks is None:
                 raise ValueError("no kernels here multiply GGUF's blocks")
             return self._make_blocks(weight, bias)
+        if self._make_narrow is not None:
+            linear = self._make_narrow(weight, bias, stored)
+            if linear is not None:
+                self._narrow.add(linear.name)
+                return linear
+        self._has_wide = True
         return self._make(weight, bias)
 
 

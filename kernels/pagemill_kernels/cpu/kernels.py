@@ -14,6 +14,7 @@ from torch import Tensor
 from pagemill_kernels.blocks import BlockMatrix
 from pagemill_kernels.cpu.library import CACHE_DTYPES, DTYPES, Batch
 from pagemill_kernels.cpu.linear import BlockLinear, Int8Linear, PackedLinear
+from pagemill_kernels.cpu.narrow import narrow_linear
 from pagemill_kernels.interface import (
     AttentionBatch,
     AttentionSpec,
@@ -183,6 +184,11 @@ class CpuKernels(Kernels[CpuStep]):
 
     def block_linear(self, dtype: torch.dtype) -> Callable[[BlockMatrix, Tensor | None], Linear] | None:
         return partial(BlockLinear, self._library) if dtype == torch.float32 else None
+
+    def narrow_linear(
+        self, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor | None, BlockMatrix | None], Linear | None] | None:
+        return partial(narrow_linear, self._library) if dtype == torch.float32 else None
 
     def copy_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> int:
         on_cpu = source.device.type == destination.device.type == pairs.device.type == "cpu"

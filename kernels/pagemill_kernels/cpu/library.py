@@ -68,6 +68,9 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         None,
         [c_void_p, *[c_int64] * 4, c_int32, *[c_void_p] * 4, c_int64, c_void_p, c_int32],
     ),
+    "pm_narrow_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
+    "pm_narrow_pack": (c_int32, [c_int32, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32]),
+    "pm_narrow_linear": (None, [c_void_p, *[c_int64] * 4, c_int32, *[c_void_p] * 4, c_int32]),
     "pm_copy_blocks": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32]),
 }
 

@@ -20,6 +20,7 @@ import numpy as np
 from pagemill_kernels.blocks import BLOCK_BYTES, BLOCK_KINDS, BLOCK_SIZE
 from pagemill_kernels.cpu.build import BuildError
 from pagemill_kernels.cpu.library import _FUNCTIONS, CACHE_DTYPES, DTYPES, Batch
+from pagemill_kernels.cpu.narrow import NARROW_KINDS
 from pagemill_kernels.interface import entry_elements
 
 CALLER = Path(__file__).parents[2] / "kernels" / "programs" / "emulated_calls.cpp"
@@ -263,6 +264,26 @@ class _Sizes:
         yield packed, self._blocks(kind, self._columns(outputs, "pm_blocks_columns"), inputs), False
         yield from _product(x, x_stride, rows, outputs, inputs, bias, added, out, stride)
         yield workspace, rows * row_bytes, True
+
+    def pm_narrow_pack(
+        self, kind: int, weight: int, data: int, outputs: int, inputs: int, packed: int, threads: int
+    ) -> Iterator[Buffer]:
+        yield weight, outputs * inputs * 4, False
+        if data:
+            yield data, self._blocks(kind - NARROW_KINDS.index(BLOCK_KINDS[0]), outputs, inputs), False
+        yield packed, self._narrow(kind, outputs, inputs), True
+
+    def pm_narrow_linear(
+        self, x: int, x_stride: int, rows: int, outputs: int, inputs: int, kind: int, packed: int, *rest: Any
+    ) -> Iterator[Buffer]:
+        bias, added, out, _ = rest
+        yield packed, self._narrow(kind, outputs, inputs), False
+        yield from _product(x, x_stride, rows, outputs, inputs, bias, added, out, outputs)
+
+    def _narrow(self, kind: int, outputs: int, inputs: int) -> int:
+        size = self._library.pm_narrow_packed_bytes(kind, outputs, inputs)
+        assert size is not None
+        return size
 
 
 def _product(

@@ -69,7 +69,6 @@ class DecoderModel:
         self.vocab_size = c.vocab_size
         self.cache = CacheDescription(len(c.layers), c.num_kv_heads, c.head_dim)
         make = make or LinearFactory(dtype, device)
-        self.linear_name = make.name
         load = _Loader(config, weights, make, max_model_len)
         embedding_shape = (c.vocab_size, c.hidden_size)
         self._embedding = weights.take("model.embed_tokens.weight", embedding_shape)
@@ -78,10 +77,13 @@ class DecoderModel:
         self._norm = load.norm("model.norm")
         # A checkpoint that says its head is tied may still carry a copy of it, which transformers ignores, too.
         head = "model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"
-        if (blocks := weights.blocks([head], [embedding_shape])) is not None:
+        blocks = weights.blocks([head], [embedding_shape]) if make.uses_blocks else None
+        if blocks is not None and make.takes_blocks:
             self._head = make(blocks)
         else:
-            self._head = make(self._embedding if c.tie_word_embeddings else weights.take(head, embedding_shape))
+            weight = self._embedding if c.tie_word_embeddings else weights.take(head, embedding_shape)
+            self._head = make(weight, stored=blocks)
+        self.linear_name = make.name
         weights.refuse_unread([*HARMLESS, *(["lm_head.weight"] if c.tie_word_embeddings else [])])
         self._rotary = {
             rope: rotary_tables(rope, max_model_len, dtype, device)
@@ -196,9 +198,10 @@ class _Loader:
             outs = [sum(outs)]
         modules = [f"{prefix}.{name}" for name in names]
         matrix = [f"{module}.weight" for module in modules], [(out, inputs) for out in outs]
-        weight = self._weights.blocks(*matrix) or self._weights.fuse(*matrix)
-        if not has_bias:
-            return self._make(weight)
-        return self._make(
-            weight, self._weights.fuse([f"{module}.bias" for module in modules], [(out,) for out in outs])
+        bias = (
+            self._weights.fuse([f"{module}.bias" for module in modules], [(out,) for out in outs]) if has_bias else None
         )
+        blocks = self._weights.blocks(*matrix) if self._make.uses_blocks else None
+        if blocks is not None and self._make.takes_blocks:
+            return self._make(blocks, bias)
+        return self._make(self._weights.fuse(*matrix), bias, blocks)

@@ -57,7 +57,6 @@ class TransformersModel:
         make: LinearFactory,
         kernels: Kernels[Any],
     ) -> None:
-        self.linear_name = make.name
         self._model = model
         self._body: nn.Module = model.base_model
         self._attention = PagedAttention(model, max_model_len)
@@ -73,6 +72,7 @@ class TransformersModel:
             self._check_trial(self._try(tokens, dtype, kernels), expected, dtype)
             for part in (self._body, model):
                 _replace_products(part, make)
+            self.linear_name = make.name
             self._try(tokens, dtype, kernels)  # does nothing of it look into a product's weights?
 
     def forward(self, token_ids: Tensor, positions: Tensor, cache: Tensor, kernels: Kernels[Any], step: Any) -> Tensor:

@@ -58,7 +58,12 @@ def load_model(
     architectures = config.get("architectures") or ["an unnamed architecture"]
     describe = next((ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES), None)
     if describe is not None:
-        weights = Weights(folder, dtype, device, blocks=quantization == "gguf")
+        weights = Weights(folder, dtype, device)
+        if quantization == "gguf" and not weights.has_blocks:
+            raise ConfigurationError(
+                "--quantization gguf needs a model from a GGUF file that stores matrices in blocks of few bits; "
+                "for others there is --quantization int8"
+            )
         return DecoderModel(describe(config), weights, max_model_len, dtype, device, make)
     if quantization == "gguf":
         raise ConfigurationError(

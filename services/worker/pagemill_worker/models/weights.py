@@ -34,14 +34,14 @@ def weights_bytes(folder: Path, dtype: torch.dtype) -> int:
 class Weights:
     """Tensors by name. Every tensor is checked against the shape that the configuration calls for.
 
-    Args:
-        blocks: whether `blocks` has what a GGUF file stored so.
+    Attributes:
+        has_blocks: whether there are blocks of a GGUF file.
 
     Raises:
-        ConfigurationError: no weights are there, or no blocks although they are asked for.
+        ConfigurationError: no weights are there.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, blocks: bool = False) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._folder = folder
         self._dtype, self._device = dtype, device
         self._files: dict[str, Any] = {}
@@ -56,12 +56,8 @@ class Weights:
                 self._files[name] = file
         self._blocks: Any = None
         self._kinds: dict[str, BlockKind] = {}
-        if blocks:
-            if not (folder / BLOCKS_NAME).is_file():
-                raise ConfigurationError(
-                    "--quantization gguf needs a model from a GGUF file that stores matrices in blocks of few bits; "
-                    "for others there is --quantization int8"
-                )
+        self.has_blocks = (folder / BLOCKS_NAME).is_file()
+        if self.has_blocks:
             self._blocks = _open(folder / BLOCKS_NAME)
             self._kinds = {name: kind for name, kind in self._blocks.metadata().items() if kind in BLOCK_KINDS}
 
@@ -85,7 +81,7 @@ class Weights:
         return fused
 
     def blocks(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> BlockMatrix | None:
-        """What `fuse` returns, as blocks; None where they were not asked for, or not all of these matrices have them.
+        """What `fuse` returns, as blocks; None where not all of these matrices have them.
 
         Raises:
             ConfigurationError: one is of another shape.
