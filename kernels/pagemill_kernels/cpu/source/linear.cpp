@@ -15,7 +15,7 @@ struct Product {
   float* out;
 };
 
-template <int M> void tile(const Product& p, int64_t index, int64_t row) {
+template <int M> void tile(const Product& p, int64_t index, int64_t row, Ahead ahead) {
   const float *x = p.x + row * p.x_stride, *panel = p.packed + index * p.inputs * kColumns;
   const int64_t column = index * kColumns;
   vf sums[M][kVectors];
@@ -28,6 +28,7 @@ template <int M> void tile(const Product& p, int64_t index, int64_t row) {
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) w[n] = load(panel + n * LANES);
     for (int64_t i = 0; i < kColumns; i += 16) __builtin_prefetch(panel + kAhead + i);
+    __builtin_prefetch(ahead.at, 0, 2), ahead.at += ahead.step;
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const vf factor = splat(x[m * p.x_stride + k]);
@@ -43,7 +44,7 @@ template <int M> void tile(const Product& p, int64_t index, int64_t row) {
     }
 }
 
-typedef void (*tile_fn)(const Product&, int64_t, int64_t);
+typedef void (*tile_fn)(const Product&, int64_t, int64_t, Ahead);
 template <int N, int... M> struct Tiles : Tiles<N - 1, N, M...> {};
 template <int... M> struct Tiles<0, M...> { static constexpr tile_fn of[] = {tile<M>...}; };
 
@@ -67,7 +68,8 @@ EXPORT void pm_linear_pack(const float* weight, int64_t outputs, int64_t inputs,
 EXPORT void pm_linear(const float* x, int64_t x_stride, int64_t rows, int64_t outputs, int64_t inputs,
                       const float* packed, const float* bias, const float* added, float* out, int32_t threads) {
   const Product p{x, x_stride, outputs, inputs, packed, bias, added, out};
-  for_each_tile<kRows>(threads, rows, outputs, inputs, [&](int64_t height, int64_t panel, int64_t row) {
-    Tiles<kRows>::of[height - 1](p, panel, row);
-  });
+  for_each_tile<kRows>(threads, rows, outputs, inputs, inputs * sizeof(float), packed, inputs * kColumns * sizeof(float),
+                       inputs, [&](int64_t height, int64_t panel, int64_t row, Ahead ahead) {
+                         Tiles<kRows>::of[height - 1](p, panel, row, ahead);
+                       });
 }

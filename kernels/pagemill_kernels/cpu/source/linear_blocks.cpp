@@ -119,7 +119,7 @@ struct Product {
   int64_t stride;  // of added and out
 };
 
-template <Kind K, int M> void tile(const Product& p, int64_t index, int64_t row) {
+template <Kind K, int M> void tile(const Product& p, int64_t index, int64_t row, Ahead ahead) {
   typedef Format<K> F;
   const uint8_t* panel = p.packed + index * p.blocks * F::kBytes * kColumns;
   vf totals[M][kVectors] = {};
@@ -128,6 +128,8 @@ template <Kind K, int M> void tile(const Product& p, int64_t index, int64_t row)
     const int64_t x_stride = p.blocks * kBlock;
     Sums sums[M][kVectors] = {};
     for (int64_t i = 0; i < F::kBytes * kColumns; i += 64) __builtin_prefetch(panel + kAhead + i);
+    for (int64_t i = 0; i < ahead.step; i += 64) __builtin_prefetch(ahead.at + i, 0, 2);
+    ahead.at += ahead.step;
     auto group = [&](int m, int g) {
       int32_t bytes;
       memcpy(&bytes, x + m * x_stride + g * 4, 4);
@@ -177,14 +179,16 @@ template <Kind K, int M> void tile(const Product& p, int64_t index, int64_t row)
     }
 }
 
-typedef void (*tile_fn)(const Product&, int64_t, int64_t);
+typedef void (*tile_fn)(const Product&, int64_t, int64_t, Ahead);
 template <Kind K, int N, int... M> struct Tiles : Tiles<K, N - 1, N, M...> {};
 template <Kind K, int... M> struct Tiles<K, 0, M...> { static constexpr tile_fn of[] = {tile<K, M>...}; };
 
 template <Kind K> void multiply(const Product& p, int64_t rows, int32_t threads) {
-  for_each_tile<kHeight>(threads, rows, p.outputs, p.blocks * kBlock, [&](int64_t height, int64_t panel, int64_t row) {
-    Tiles<K, kHeight>::of[height - 1](p, panel, row);
-  });
+  for_each_tile<kHeight>(threads, rows, p.outputs, p.blocks * kBlock, p.blocks * kBlock, p.packed,
+                         p.blocks * Format<K>::kBytes * kColumns, p.blocks,
+                         [&](int64_t height, int64_t panel, int64_t row, Ahead ahead) {
+                           Tiles<K, kHeight>::of[height - 1](p, panel, row, ahead);
+                         });
 }
 
 template <Kind K> void pack(const uint8_t* data, int64_t outputs, int64_t blocks, uint8_t* packed, int32_t threads) {

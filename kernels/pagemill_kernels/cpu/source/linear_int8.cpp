@@ -59,7 +59,7 @@ struct Product {
   float* out;
 };
 
-template <int M> void tile(const Product& p, int64_t index, int64_t row) {
+template <int M> void tile(const Product& p, int64_t index, int64_t row, Ahead ahead) {
   const int64_t column = index * kColumns, stride = p.groups * kGroup;
   const input_t* x = p.x + row * stride;
   const int8_t* panel = p.packed + index * p.groups * kColumns * kGroup;
@@ -71,6 +71,7 @@ template <int M> void tile(const Product& p, int64_t index, int64_t row) {
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) w[n] = weights(panel + n * LANES * kGroup);
     for (int64_t i = 0; i < kColumns * kGroup; i += 64) __builtin_prefetch(panel + kAhead + i);
+    __builtin_prefetch(ahead.at, 0, 2), ahead.at += ahead.step;
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       group_t group;
@@ -91,7 +92,7 @@ template <int M> void tile(const Product& p, int64_t index, int64_t row) {
   }
 }
 
-typedef void (*tile_fn)(const Product&, int64_t, int64_t);
+typedef void (*tile_fn)(const Product&, int64_t, int64_t, Ahead);
 template <int N, int... M> struct Tiles : Tiles<N - 1, N, M...> {};
 template <int... M> struct Tiles<0, M...> { static constexpr tile_fn of[] = {tile<M>...}; };
 
@@ -153,7 +154,8 @@ EXPORT void pm_int8_linear(const float* x, int64_t x_stride, int64_t rows, int64
     quantise(x + row * x_stride, inputs, inputs8 + row * groups * kGroup, x_scales + row);
   });
   const Product p{inputs8, x_scales, outputs, groups, packed, scales, bias, added, shifts, out};
-  for_each_tile<kRows>(threads, rows, outputs, inputs, [&](int64_t height, int64_t panel, int64_t row) {
-    Tiles<kRows>::of[height - 1](p, panel, row);
-  });
+  for_each_tile<kRows>(threads, rows, outputs, inputs, groups * kGroup * sizeof(input_t), packed,
+                       groups * kGroup * kColumns, groups, [&](int64_t height, int64_t panel, int64_t row, Ahead ahead) {
+                         Tiles<kRows>::of[height - 1](p, panel, row, ahead);
+                       });
 }

@@ -23,6 +23,21 @@ template <class Body> void on_threads(int threads, Body& body) {
   runtime.parallel([](void* data) { (*static_cast<Body*>(data))(runtime.thread_number()); }, &body, threads, 0);
 }
 
+// Calls item(index, following, thread) for all indices below count, each thread taking the next that is left. following
+// is what the same thread will be given then, or -1.
+template <class Item> void for_each_ahead(int threads, int64_t count, Item&& item) {
+  std::atomic<int64_t> next{0};
+  auto body = [&](int thread) {
+    auto take = [&] {
+      const int64_t index = next.fetch_add(1, std::memory_order_relaxed);
+      return index < count ? index : -1;
+    };
+    for (int64_t index = take(), following; index >= 0; index = following)
+      following = take(), item(index, following, thread);
+  };
+  on_threads(count > 1 ? threads : 1, body);
+}
+
 // Calls item(index, thread) for all indices below count, each thread taking the next that is left.
 template <class Item> void for_each(int threads, int64_t count, Item&& item) {
   std::atomic<int64_t> next{0};
