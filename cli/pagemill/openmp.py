@@ -1,8 +1,8 @@
 """How OpenMP threads wait. Must be settled before torch is imported: its runtime reads the environment while loading.
 
 Threads that spin at barriers beside another busy process cost up to ten times the work itself on a small machine,
-and the gateway and the scheduler are such processes. Waking a thread that sleeps takes some ten microseconds, on virtual
-machines more, several times a layer. So they look for work for about that long, and then sleep.
+and the gateway and the scheduler are such processes. Waking a thread that sleeps takes some ten microseconds, on
+virtual machines more, several times a layer. So they look for work for about that long, and then sleep.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How many CPU threads the forward pass takes.
 
 OpenMP threads wait for a few microseconds and then sleep: the commands settle that before torch is loaded, because its
-runtime reads the environment once (threads that spin on take the core that gateway and scheduler need, and are slowed ten
-times by them in turn). But waking a thread takes as long as a small matrix product, above all on virtual machines. So a
-decode step and a prefill chunk have a number of threads each.
+runtime reads the environment once (threads that spin on take the core that gateway and scheduler need, and are slowed
+ten times by them in turn). But waking a thread takes as long as a small matrix product, above all on virtual machines.
+So a decode step and a prefill chunk have a number of threads each.
 """
 
 from __future__ import annotations
