@@ -123,7 +123,7 @@ class SamplingParams(Record):
     @property
     def reports_prompt(self) -> bool:
         """Whether the chunks of its prompt have something to tell, be it only that the prompt has been computed."""
-        return self.prompt_logprobs is not None or self.pooling != Pooling.NONE or not self.max_tokens
+        return self.prompt_logprobs is not None or bool(self.pooling) or not self.max_tokens
 
     @property
     def needs_every_position(self) -> bool:

@@ -109,6 +109,8 @@ class _PackedArray(Kind):
     def __init__(self, max_items: int, columns: int = 1, low: float | None = None) -> None:
         self.max_items, self.columns, self.low = max_items, columns, low
         self._dimensions = 1 if columns == 1 else 2
+        self._row_bytes = 4 * columns
+        self._swapped = self.wire != np.dtype(self.native)
         self._empty: npt.NDArray[Any] = np.zeros(0 if columns == 1 else (0, columns), self.native)
         self._empty.setflags(write=False)  # what arrives is read-only anyway
 
@@ -130,12 +132,14 @@ class _PackedArray(Kind):
             raise ProtocolError(f"expected a packed array, got {type(raw).__name__}")
         if not raw:  # most arrays of most messages
             return self._empty
-        row_bytes = 4 * self.columns
-        if len(raw) % row_bytes:
+        rows, rest = divmod(len(raw), self._row_bytes)
+        if rest:
             raise ProtocolError(f"{len(raw)} bytes do not hold rows of {self.columns} items")
-        if len(raw) > self.max_items * row_bytes:
-            raise ProtocolError(f"array of {len(raw) // row_bytes} rows is longer than {self.max_items}")
-        array: npt.NDArray[Any] = np.frombuffer(raw, dtype=self.wire).astype(self.native, copy=False)
+        if rows > self.max_items:
+            raise ProtocolError(f"array of {rows} rows is longer than {self.max_items}")
+        array: npt.NDArray[Any] = np.frombuffer(raw, self.wire)
+        if self._swapped:  # on a big-endian machine
+            array = array.astype(self.native)
         # For short arrays ``min`` takes five times as long. NaN counts as the least.
         if self.low is not None and not array.item(array.argmin()) >= self.low:
             raise ProtocolError(f"array item {array.min()} is below {self.low}")

@@ -118,8 +118,14 @@ def test_a_gateway_that_reconnects_gets_all_reports_whatever_their_size() -> Non
 
 
 def test_an_end_token_beats_the_length_limit() -> None:
-    codes = finish_codes([0, 1], np.array([True, False, True, False]))
-    assert codes.tolist() == [FinishReason.EOS, FinishReason.EOS, FinishReason.LENGTH, FinishReason.NOT_FINISHED]
+    hits = [(0, int(FinishReason.EOS)), (1, int(FinishReason.STOP_TOKEN))]
+    codes = finish_codes(hits, np.array([True, False, True, False]))
+    assert codes.tolist() == [
+        FinishReason.EOS,
+        FinishReason.STOP_TOKEN,
+        FinishReason.LENGTH,
+        FinishReason.NOT_FINISHED,
+    ]
 
 
 def test_a_gateway_that_missed_the_end_hears_it_again() -> None:

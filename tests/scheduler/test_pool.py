@@ -79,7 +79,7 @@ def test_a_named_block_is_found_while_in_use_and_when_it_is_free() -> None:
     assert pool.names.find(NO_SALT, tokens_of(3))[0] == table.tolist()
     pool.release([table])
     assert (pool.num_free, pool.num_evictable, pool.num_used) == (4, 2, 0)
-    blocks, _ = pool.names.find(NO_SALT, tokens_of(2))
+    blocks, _, _ = pool.names.find(NO_SALT, tokens_of(2))
     pool.share(np.array(blocks, np.int32))
     assert (pool.num_free, pool.num_evictable, pool.num_used) == (2, 0, 2)
 
@@ -161,7 +161,7 @@ def test_against_a_dict_of_whole_prefixes(steps: list[tuple[int, int, list[int]]
     for action, count, tokens in steps:
         if action < 2:
             prefix = np.array(tokens[: len(tokens) // SIZE * SIZE], np.int32)
-            blocks, node = pool.names.find(NO_SALT, prefix)
+            blocks, node, _ = pool.names.find(NO_SALT, prefix)
             expected = [known.get(tuple(prefix[: (i + 1) * SIZE].tolist())) for i in range(len(prefix) // SIZE)]
             expected = expected[: expected.index(None)] if None in expected else expected
             assert blocks == expected

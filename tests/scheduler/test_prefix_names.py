@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pagemill_testing.plain import needs_plain_core
 
 from pagemill_scheduler import prefix_names
-from pagemill_scheduler.prefix_names import NO_SALT, PrefixNames, Run
+from pagemill_scheduler.prefix_names import NO_KEY, NO_SALT, PrefixNames, Run
 
 SIZE = 2
 NUM_BLOCKS = 40
@@ -32,7 +32,7 @@ class Cache:
     def run(self, salt: str, text: list[int]) -> None:
         """A sequence with ``text`` starts: it shares what is there and names the rest."""
         text = text[: len(text) // SIZE * SIZE]
-        found, node = self.names.find(self.names.root(salt), np.array(text, np.int32))
+        found, node, _ = self.names.find(self.names.root(salt), np.array(text, np.int32))
         for i, block in enumerate(found):
             assert self.holds[block] == (salt, tuple(text[: (i + 1) * SIZE]))
         missing = len(text) // SIZE - len(found)
@@ -42,7 +42,7 @@ class Cache:
         for i, block in enumerate(blocks, len(found)):
             self.holds[block] = (salt, tuple(text[: (i + 1) * SIZE]))
         self.names.name_run(node, np.array(text[len(found) * SIZE :], np.int32), np.array(blocks, np.int32))
-        again, _ = self.names.find(self.names.root(salt), np.array(text, np.int32))
+        again, _, _ = self.names.find(self.names.root(salt), np.array(text, np.int32))
         assert again == found + blocks
 
     def forget(self, pick: int) -> None:
@@ -78,7 +78,7 @@ def test_rows_named_together_are_found_as_if_named_one_by_one(rows: list[tuple[l
     block = 0
     for prompt, more in rows:
         whole = np.array(prompt[: len(prompt) // SIZE * SIZE], np.int32)
-        found, node = names.find(NO_SALT, whole)
+        found, node, _ = names.find(NO_SALT, whole)
         if missing := len(whole) // SIZE - len(found):
             blocks = np.arange(block + 1, block + 1 + missing, dtype=np.int32)
             block += missing
@@ -91,7 +91,7 @@ def test_rows_named_together_are_found_as_if_named_one_by_one(rows: list[tuple[l
     nodes = names.name_each(np.array(parents), np.array(tokens, np.int32), given_blocks)
     for (prompt, more), node in zip(rows, nodes.tolist(), strict=True):
         text = prompt[: len(prompt) // SIZE * SIZE] + more[:SIZE]
-        found, last = names.find(NO_SALT, np.array(text, np.int32))
+        found, last, _ = names.find(NO_SALT, np.array(text, np.int32))
         assert len(found) == len(text) // SIZE
         assert last == node or names.named[node % (NUM_BLOCKS + 1)]
 
@@ -117,10 +117,10 @@ def test_runs_that_are_named_together_are_found_apart() -> None:
     names = PrefixNames(NUM_BLOCKS, SIZE)
     root = names.name_run(NO_SALT, ids(1, 1), ids(1))
     texts = [(NO_SALT, ids(2, 2, 3, 3), ids(2, 3)), (root, ids(2, 2), ids(4)), (root, ids(3, 3, 4, 4), ids(5, 6))]
-    nodes = names.name_runs([Run(node, names.key(node, text[:SIZE]), text, blocks) for node, text, blocks in texts])
-    assert names.find(NO_SALT, ids(2, 2, 3, 3, 2, 2)) == ([2, 3], nodes[0])
-    assert names.find(NO_SALT, ids(1, 1, 2, 2, 3, 3)) == ([1, 4], nodes[1])
-    assert names.find(NO_SALT, ids(1, 1, 3, 3, 4, 4)) == ([1, 5, 6], nodes[2])
+    nodes = names.name_runs([Run(node, names.find(node, text)[2], text, blocks) for node, text, blocks in texts])
+    assert names.find(NO_SALT, ids(2, 2, 3, 3, 2, 2))[:2] == ([2, 3], nodes[0])
+    assert names.find(NO_SALT, ids(1, 1, 2, 2, 3, 3))[:2] == ([1, 4], nodes[1])
+    assert names.find(NO_SALT, ids(1, 1, 3, 3, 4, 4)) == ([1, 5, 6], nodes[2], NO_KEY)
     names.forget(ids(1, 2, 3, 4, 5, 6))
     assert not names.named.any()
 
@@ -130,7 +130,7 @@ def test_equal_hashes_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixNames, "key", lambda self, parent, tokens: 7)
     names = PrefixNames(NUM_BLOCKS, SIZE)
     names.name_run(NO_SALT, ids(1, 1), ids(1))
-    assert names.find(NO_SALT, ids(2, 2)) == ([], NO_SALT)
+    assert names.find(NO_SALT, ids(2, 2)) == ([], NO_SALT, 7)
     assert names.find(names.root("salt"), ids(1, 1))[0] == []
     names.name_run(NO_SALT, ids(2, 2), ids(2))
     assert names.find(NO_SALT, ids(2, 2))[0] == [2]

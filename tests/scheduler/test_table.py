@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_scheduler.events import Peer
 from pagemill_scheduler.gateway import GatewayState
-from pagemill_scheduler.request import Request, Sequence
+from pagemill_scheduler.request import Request, Sequence, finish_reason
 from pagemill_scheduler.table import SlotTable
+from pagemill_shared.messages import FinishReason
 from pagemill_shared.sampling import SamplingParams
 
 GATEWAY = GatewayState("g", "model", 1, Peer("frontend", b"g"), 0.0)
@@ -31,9 +34,9 @@ def sequence(eos: list[int], stop: list[int], ignore_eos: bool, min_tokens: int,
     return Sequence(Request(GATEWAY, 1, "r", PROMPT, sampling, priority, 1, 0.0, key=0, cache_salt=""), 0, PROMPT)
 
 
-def ends_with(one: Sequence, token: int) -> bool:
-    sampling = one.request.sampling
-    return sampling.min_tokens <= 1 and token in sampling.end_token_ids
+def reason(one: Sequence, token: int) -> FinishReason:
+    """That of a sequence whose first output token is ``token``, and whose length is no matter."""
+    return finish_reason(replace(one.request.sampling, max_tokens=100), token, 1)
 
 
 @given(st.lists(st.tuples(ends, st.booleans()), min_size=1, max_size=8), st.data())
@@ -55,5 +58,6 @@ def test_a_token_ends_the_rows_that_it_is_an_end_token_of(steps: list[tuple[tupl
     tokens = [data.draw(st.sampled_from([0, 1, 2, 5, ALIKE])) for _ in rows]
     slots = np.array([row.slot for row in rows])
     length = table.append(slots, np.array(tokens, np.int32))
-    expected = [i for i, (row, token) in enumerate(zip(rows, tokens, strict=True)) if ends_with(row, token)]
+    reasons = [reason(row, token) for row, token in zip(rows, tokens, strict=True)]
+    expected = [(i, reason) for i, reason in enumerate(reasons) if reason]
     assert table.stopped(slots, np.array(tokens, np.int32), length) == expected

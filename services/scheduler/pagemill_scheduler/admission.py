@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagemill_scheduler.prefix_names import NO_SALT
+from pagemill_scheduler.prefix_names import NO_KEY, NO_SALT
 from pagemill_scheduler.request import Request, Sequence, Status
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
@@ -40,10 +40,11 @@ class Demand:
     Attributes:
         blocks: free blocks, with one more for each fork to come.
         cached: leading blocks of its first sequence that the prefix cache holds; node: that of the last, or the root.
+        key: of the block after them (``PrefixNames.find``).
     """
 
-    def __init__(self, blocks: int, cached: list[int], node: int) -> None:
-        self.blocks, self.cached, self.node = blocks, cached, node
+    def __init__(self, blocks: int, cached: list[int], node: int, key: int) -> None:
+        self.blocks, self.cached, self.node, self.key = blocks, cached, node, key
 
 
 def demand(state: State, worker: WorkerState, request: Request) -> Demand:
@@ -55,11 +56,11 @@ def demand(state: State, worker: WorkerState, request: Request) -> Demand:
     if len(sequences) > 1 or request.swapped_to:
         trees = block_trees(worker, request)
         need -= sum(len(tree) for tree in trees) - len({key for tree in trees for key in tree})
-    cached, node = _cached(state, worker, sequences[0])
+    cached, node, key = _cached(state, worker, sequences[0])
     if cached:
         # Blocks in use cost nothing to share; an evictable one is taken from the free ones like a new one.
         need -= int(np.count_nonzero(worker.pool.refs[cached]))
-    return Demand(need + (0 if request.forked else request.width - 1), cached, node)
+    return Demand(need + (0 if request.forked else request.width - 1), cached, node, key)
 
 
 def block_trees(worker: WorkerState, request: Request) -> list[list[int]]:
@@ -89,14 +90,15 @@ def block_trees(worker: WorkerState, request: Request) -> list[list[int]]:
     return trees
 
 
-def _cached(state: State, worker: WorkerState, sequence: Sequence) -> tuple[list[int], int]:
-    """The leading blocks of a waiting sequence that the worker's prefix cache holds, and the node behind them.
+def _cached(state: State, worker: WorkerState, sequence: Sequence) -> tuple[list[int], int, int]:
+    """The leading blocks of a waiting sequence that the worker's prefix cache holds, the node behind them, and the key
+    of the next.
 
     At least one token is left to compute, or there would be no logits to sample from; and all those whose positions
     the request wants to hear of.
     """
     if not state.config.prefix_caching:
-        return [], NO_SALT
+        return [], NO_SALT, NO_KEY
     size, names = worker.block_size, worker.pool.names
     request, spared = sequence.request, len(sequence.tokens) - 1
     if request.sampling.needs_every_position and request.reports_more:
@@ -131,7 +133,9 @@ def start(state: State, worker: WorkerState, request: Request, taken: Demand, no
         now_at: dict[int, int] = {}  # a key of a block tree -> the device block that stands for it
         filled_by: dict[int, int] = {}  # a device block -> the slot that fills it
         for number, sequence in enumerate(sequences):
-            cached, node = (taken.cached, taken.node) if number == 0 else _cached(state, worker, sequence)
+            cached, node = taken.cached, taken.node
+            if number:
+                cached, node, _ = _cached(state, worker, sequence)
             _start_together(state, worker, sequence, trees[number], cached, node, now_at, filled_by, arrival)
     if request.sampling.grammar:
         for join in arrival.joined:

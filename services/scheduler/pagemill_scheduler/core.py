@@ -128,7 +128,7 @@ class SchedulerCore:
 
     def _from_gateway(self, now: float, gateway: GatewayState, message: Message) -> None:
         match message:
-            case GatewaySync() | SubmitRequest() | AbortRequest() | SequenceFinished():
+            case SubmitRequest() | SequenceFinished() | AbortRequest() | GatewaySync():
                 verdict = gateway.incoming.accept(message.epoch, message.number)
                 if verdict is Verdict.BROKEN:
                     self._resync_gateway(gateway, f"message {message.number} was out of turn")

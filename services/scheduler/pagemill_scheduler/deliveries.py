@@ -21,7 +21,7 @@ _PIECE_TOKENS = 32_768
 """Most tokens of one sequence in one entry: 6 MB with the most log-probabilities."""
 _ENTRY_BYTES = 28
 _LOGPROB_BYTES = 12
-_EOS, _LENGTH = int(FinishReason.EOS), int(FinishReason.LENGTH)  # numpy takes a member of an enumeration apart slowly
+_LENGTH = np.array(FinishReason.LENGTH, np.int32)  # numpy takes a number apart more slowly
 _ITEM_BYTES = 512
 """At least what a report or a failure takes, so that their number in a delivery stays below 65,536."""
 
@@ -171,12 +171,12 @@ class DeliveryBuilder:
         return pages
 
 
-def finish_codes(hits: list[int], full: npt.NDArray[np.bool_]) -> Int32Array:
-    """[K] FinishReason per row: an end or stop token, at the places ``hits``, beats the length limit, where ``full`` is
-    True. EOS stands for both kinds of hit."""
+def finish_codes(hits: list[tuple[int, int]], full: npt.NDArray[np.bool_]) -> Int32Array:
+    """[K] FinishReason per row: an end or stop token, given as ``hits`` (place, reason), beats the length limit, where
+    ``full`` is True."""
     codes = np.zeros(len(full), np.int32)
     if np.count_nonzero(full):
         codes[full] = _LENGTH
-    for place in hits:
-        codes[place] = _EOS
+    for place, reason in hits:
+        codes[place] = reason
     return codes

@@ -9,13 +9,11 @@ import numpy as np
 from pagemill_scheduler.admission import Demand
 from pagemill_scheduler.arrays import joined
 from pagemill_scheduler.placement import Place
-from pagemill_scheduler.prefix_names import Run
+from pagemill_scheduler.prefix_names import NO_KEY, Run
 from pagemill_scheduler.request import Request, Status
 from pagemill_scheduler.state import State
 from pagemill_scheduler.worker import WorkerState
 from pagemill_shared.schema import Int32Array
-
-NO_KEY = 0
 
 
 class Starting:
@@ -68,13 +66,9 @@ class Fresh:
         if not request.is_fresh or isinstance(place, str) or place.worker is not self._worker:
             return None
         taken, size = place.taken, self._worker.block_size
-        start = len(taken.cached) * size
-        left = len(request.prompt) - start
-        if left < size or not self._state.config.prefix_caching:
-            return NO_KEY
-        if left == size:
-            return None
-        return self._worker.pool.names.key(taken.node, request.prompt[start : start + size])
+        if taken.key != NO_KEY or not self._state.config.prefix_caching:
+            return taken.key
+        return None if len(request.prompt) - len(taken.cached) * size == size else NO_KEY
 
     def computes(self, key: int) -> bool:
         """Whether one of those gathered computes the block with this key, whose name is found once it has started."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-_NOWHERE = -1
+_NOWHERE = np.array(-1)  # numpy takes a number apart more slowly
 
 Blocks = npt.NDArray[np.intp]
 
@@ -16,7 +16,7 @@ class LruQueue:
 
     def __init__(self, num_blocks: int) -> None:
         self._queue = np.zeros(2 * num_blocks + 1, np.intp)
-        self._place = np.full(num_blocks + 1, _NOWHERE, np.intp)  # of each block in the queue
+        self._place = np.full(num_blocks + 1, -1, np.intp)  # of each block in the queue
         self._places = np.arange(2 * num_blocks + 1)
         self._head = self._tail = 0
         self._count = 0

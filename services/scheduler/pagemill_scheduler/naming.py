@@ -28,12 +28,12 @@ def name_slot(worker: WorkerState, slot: int) -> None:
 def name_rows(worker: WorkerState, slots: Slots, length: Int32Array) -> None:
     """``name_slot`` for those of ``slots`` that have filled a block. They are ``length`` tokens long."""
     table = worker.table
-    filled = (length >= table.name_at[slots]).nonzero()[0]
+    at = table.name_at[slots]
+    filled = (length >= at).nonzero()[0]
     if not len(filled):
         return
-    slots = slots[filled]
-    length = length[filled]
-    computed, at = table.computed[slots], table.name_at[slots]
+    slots, length, at = slots[filled], length[filled], at[filled]
+    computed = table.computed[slots]
     after = at + table.size
     # Nearly always each has just filled one block, with a token that is computed next.
     if np.count_nonzero(length == at) < len(slots) or np.count_nonzero(computed < at):

@@ -241,7 +241,9 @@ def _start_newcomers(state: State, worker: WorkerState, draft: Draft, now: float
     left_over = 0 if share is None else max(draft.budget - share, 0)
     claims = placement.Claims(state)
     fresh = Fresh(state, worker, now)
-    for request in list(state.queue):
+    passed = 0  # requests at the head of the queue that have been considered and are still in it
+    while passed < len(state.queue):
+        request = state.queue[passed]
         if not draft.budget:
             request.waits_for = "the next iteration: others take all tokens of this one"
             break
@@ -252,6 +254,7 @@ def _start_newcomers(state: State, worker: WorkerState, draft: Draft, now: float
         place = claims.place(request)
         key = fresh.key(request, place)
         if len(fresh) and (key is None or fresh.computes(key)):
+            passed -= len(fresh)
             _start_fresh(worker, draft, fresh)
             claims.promise(worker, 0)
             place = claims.place(request)
@@ -260,16 +263,19 @@ def _start_newcomers(state: State, worker: WorkerState, draft: Draft, now: float
             request.waits_for = place
             if request.swapped_to and request.swapped_to != worker.identity:
                 claims.hold(request.swapped_to)  # it waits for the worker that holds it, not for this one
+                passed += 1
                 continue
             break
         if place.worker is not worker:
             claims.claim(place.worker, request, place.taken)
             request.waits_for = f"the next plan of worker {place.worker.identity}"
+            passed += 1
             continue
         if share is not None and _work(worker, request, place.taken) > draft.budget - left_over:
             break
         if key is not None:
             draft.budget -= fresh.gather(request, place.taken, key, draft.budget)
+            passed += 1  # it leaves the queue when it starts
         else:
             arrival = admission.start(state, worker, request, place.taken, now)
             draft.joined.extend([_fields(join) for join in arrival.joined])

@@ -9,9 +9,10 @@ from pagemill_scheduler.lru_queue import Blocks, LruQueue
 from pagemill_scheduler.prefix_names import PrefixNames
 from pagemill_shared.schema import Int32Array
 
-_ONE = np.ones((), np.int32)
+# numpy takes a number apart more slowly.
+_ONE, _ZERO = np.ones((), np.int32), np.zeros((), np.int32)
 
-_SPARE_SHARE = 64
+_SPARE_SHARE = 32
 """An eviction may take up to one in so many blocks of the pool more than it must, because one by one they cost more."""
 
 
@@ -57,7 +58,7 @@ class BlockPool:
         self.make_room(count)
         self._unused -= count
         blocks = self._stack[self._unused : self._unused + count][::-1]
-        self.refs[blocks] = 1
+        self.refs[blocks] = _ONE
         return blocks.astype(np.int32)
 
     def make_room(self, count: int) -> None:
@@ -92,10 +93,10 @@ class BlockPool:
             RuntimeError: a block is free already.
         """
         # The end of a sequence is evicted before its beginning, which more requests may share.
-        blocks = joined([table[::-1] for table in tables]).astype(np.intp)
+        blocks = joined(tables[::-1])[::-1].astype(np.intp)
         refs = self.refs[blocks]
         if np.count_nonzero(refs == _ONE) == len(blocks):
-            self.refs[blocks] = 0
+            self.refs[blocks] = _ZERO
             freed = blocks
         else:
             freed = self._release_shared(blocks)

@@ -12,8 +12,12 @@ from pagemill_shared.schema import Int32Array
 NO_SALT = 0
 """The root of sequences without a salt."""
 MAX_SALTS = 65_536
+NO_KEY = 0
 
-_NOTHING = -1
+# Arrays, because numpy takes a number apart more slowly.
+_NOTHING = np.array(-1)
+_ZERO = np.zeros((), np.int64)
+_FALSE, _TRUE = np.array(False), np.array(True)
 
 Nodes = npt.NDArray[np.int64]
 
@@ -35,9 +39,10 @@ class Run:
 class PrefixNames:
     """A full block's name is (node of the block before it, its tokens).
 
-    A node is a number that no other name ever gets, and tells its block: ``node % (num_blocks + 1)``. Before the first
-    block of a sequence stands a *root*, one for each ``cache_salt``. So a name stands for all tokens up to the block's
-    end. What is looked up is compared with parent and tokens: a wrong hit is impossible.
+    A node is a number that no other name ever gets, and tells its block: ``node % (num_blocks + 1)``; above that stands
+    the number of the call that gave the name. Before the first block of a sequence stands a *root*, one for each
+    ``cache_salt``. So a name stands for all tokens up to the block's end. What is looked up is compared with parent and
+    tokens: a wrong hit is impossible.
 
     Most blocks are followed by one other, so each points to its first child. Only the first block of a sequence, and
     what branches off later, are found through a hash of their name. So blocks are named, found and forgotten many at
@@ -58,12 +63,11 @@ class PrefixNames:
         # The same memory, an item for each block: rows are written one number at a time.
         self._row = np.dtype((np.void, 4 * block_size))
         self._rows = self._tokens.view(self._row).reshape(-1)
-        self._strides = np.arange(num_blocks + 1) * self._stride
-        self._node = np.full(num_blocks + 1, _NOTHING, np.int64)
-        self._parent = np.full(num_blocks + 1, _NOTHING, np.int64)
+        self._node = np.full(num_blocks + 1, -1, np.int64)
+        self._parent = np.full(num_blocks + 1, -1, np.int64)
         self._child = np.zeros(num_blocks + 1, np.intp)
-        self._key = np.zeros(num_blocks + 1, np.int64)  # the hash of its name, 0 if it is not found by that
-        self._block_of: dict[int, int] = {}  # by that hash
+        self._key = np.zeros(num_blocks + 1, np.int64)  # of its name, NO_KEY if it is not found by that
+        self._block_of: dict[int, int] = {}  # by key
         self._serial = 0
         self._roots: dict[str, int] = {}  # least recently used first
 
@@ -80,14 +84,17 @@ class PrefixNames:
         self._roots[salt] = root
         return root
 
-    def find(self, root: int, tokens: Int32Array) -> tuple[list[int], int]:
-        """The named blocks with the leading whole blocks of ``tokens``, and the node of the last one."""
+    def find(self, root: int, tokens: Int32Array) -> tuple[list[int], int, int]:
+        """The named blocks with the leading whole blocks of ``tokens``, the node of the last one, and the key of the
+        block that comes next, NO_KEY if all have names."""
         size = self._block_size
         blocks: list[int] = []
         if len(tokens) < size:
-            return blocks, root
-        parent, first = root, self._lookup(root, tokens[:size])
-        wanted = tokens[: len(tokens) // size * size].reshape(-1, size) if first else tokens
+            return blocks, root, NO_KEY
+        first, key = self._lookup(root, tokens[:size])
+        if not first:
+            return blocks, root, key
+        parent, wanted = root, tokens[: len(tokens) // size * size].reshape(-1, size)
         while first:
             ahead = wanted[len(blocks) :]
             chain = self._chain(first, len(ahead))
@@ -97,12 +104,12 @@ class PrefixNames:
                 count = int((known == ahead[:count]).all(axis=1).argmin())
             blocks += chain[:count]
             parent = self._node.item(blocks[-1])
-            first = self._lookup(parent, wanted[len(blocks)]) if len(blocks) < len(wanted) else 0
-        return blocks, parent
+            first, key = self._lookup(parent, wanted[len(blocks)]) if len(blocks) < len(wanted) else (0, NO_KEY)
+        return blocks, parent, key
 
-    def key(self, parent: int, tokens: Int32Array) -> int:
-        """The hash, never 0, of the name of a block with ``tokens`` after ``parent``."""
-        return hash((parent, tokens.tobytes())) or 1
+    def key(self, parent: int, tokens: bytes) -> int:
+        """The hash, never NO_KEY, of the name of a block with ``tokens`` after ``parent``."""
+        return hash((parent, tokens)) or 1
 
     def name_runs(self, runs: list[Run]) -> list[int]:
         """Name blocks that are in use, without names; the node of the last one of each run.
@@ -134,11 +141,13 @@ class PrefixNames:
         """
         rows = tokens.reshape(-1, self._block_size)
         known = 0
-        while block := self._lookup(parent, rows[known]):
+        block, key = self._lookup(parent, rows[known])
+        while block:
             parent = self._node.item(block)
             known += 1
             if known == len(rows):
                 return parent
+            block, key = self._lookup(parent, rows[known])
         # Nothing has followed a new node yet, so all that come after it are new, too.
         index = blocks[known:].astype(np.intp)
         nodes = self._new_nodes(index)
@@ -146,7 +155,7 @@ class PrefixNames:
         if len(index) > 1:
             self._parent[index[1:]] = nodes[:-1]
             self._child[index[:-1]] = index[1:]
-        self._attach(parent, index.item(0), self.key(parent, rows[known]))
+        self._attach(parent, index.item(0), key)
         return nodes.item(-1)
 
     def name_each(self, parents: Nodes, tokens: Int32Array, blocks: Int32Array) -> Nodes:
@@ -185,34 +194,34 @@ class PrefixNames:
         found = keys.nonzero()[0]
         for key in keys[found].tolist():
             self._block_of.pop(key, None)
-        self._key[blocks[found]] = 0
+        self._key[blocks[found]] = _ZERO
         self._node[blocks] = _NOTHING
         self._parent[blocks] = _NOTHING
-        self.named[blocks] = False
+        self.named[blocks] = _FALSE
 
     def _new_nodes(self, blocks: Blocks) -> Nodes:
-        first = np.array((self._serial + 1) * self._stride)
-        self._serial += len(blocks)
-        nodes: Nodes = self._strides[: len(blocks)] + blocks
-        nodes += first
+        self._serial += 1
+        nodes: Nodes = blocks + np.array(self._serial * self._stride)
         return nodes
 
     def _set(self, blocks: Blocks, nodes: Nodes, tokens: Int32Array) -> None:
         self._node[blocks] = nodes
         self._rows[blocks] = tokens.reshape(-1).view(self._row)
-        self.named[blocks] = True
+        self.named[blocks] = _TRUE
 
-    def _lookup(self, parent: int, tokens: Int32Array) -> int:
-        """The block with the name (parent, tokens), 0 if there is none."""
+    def _lookup(self, parent: int, tokens: Int32Array) -> tuple[int, int]:
+        """The block with the name (parent, tokens), or 0 and the key of that name."""
+        data = tokens.tobytes()
         before = parent % self._stride
         if before and self._node.item(before) == parent:
             child = self._child.item(before)
-            if self._parent.item(child) == parent and self._tokens[child].tobytes() == tokens.tobytes():
-                return child
-        block = self._block_of.get(self.key(parent, tokens), 0)
-        if block and self._parent.item(block) == parent and self._tokens[block].tobytes() == tokens.tobytes():
-            return block
-        return 0
+            if self._parent.item(child) == parent and self._tokens[child].tobytes() == data:
+                return child, NO_KEY
+        key = self.key(parent, data)
+        block = self._block_of.get(key, 0)
+        if block and self._parent.item(block) == parent and self._tokens[block].tobytes() == data:
+            return block, NO_KEY
+        return 0, key
 
     def _chain(self, block: int, limit: int) -> list[int]:
         """At most ``limit`` blocks: ``block``, its child, and so on."""

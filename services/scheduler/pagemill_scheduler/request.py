@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from pagemill_scheduler.beams import BeamSearch
 
 
+# Numbers, because members of an enumeration are hashed and compared slowly.
+_EOS, _STOP_TOKEN = int(FinishReason.EOS), int(FinishReason.STOP_TOKEN)
+
+
 class Status(StrEnum):
     """Where a request stands: it moves between waiting and running, and from both to ended."""
 
@@ -115,7 +119,7 @@ class Request:
         waits_for: why it is not running, for people; empty while it runs, and before a plan has considered it.
         failure: the error that it ended with.
         limit: most tokens that a sequence of it may have, prompt included.
-        width, end_ids: as in its sampling parameters; eos_ids: those of its end_ids that are the model's.
+        width: as in its sampling parameters; ends: the FinishReason for each token that ends a sequence of it.
         plain: it samples, freely, and asks nothing about its prompt.
         highest_token: largest token id of the prompt, -1 without one.
     """
@@ -161,8 +165,9 @@ class Request:
         self.failure: RequestFailure | None = None
         self.limit = len(prompt) + sampling.max_tokens
         self.width = sampling.width
-        self.eos_ids: frozenset[int] = frozenset(() if sampling.ignore_eos else sampling.eos_token_ids.tolist())
-        self.end_ids: frozenset[int] = self.eos_ids.union(sampling.stop_token_ids.tolist())
+        self.ends: dict[int, int] = dict.fromkeys(sampling.stop_token_ids.tolist(), _STOP_TOKEN)
+        if not sampling.ignore_eos:
+            self.ends |= dict.fromkeys(sampling.eos_token_ids.tolist(), _EOS)
         self.plain = not (sampling.beam_width or sampling.grammar or sampling.reports_prompt)
         # Faster than ``max``.
         self.highest_token: int = prompt.item(prompt.argmax()) if len(prompt) else -1

@@ -17,8 +17,6 @@ from pagemill_shared.grammar_limits import GRAMMAR_FAILED, GRAMMAR_TIMEOUT
 from pagemill_shared.messages import FinishReason, IterationResult, PromptReport, RowFault, TokenLogprobs
 from pagemill_shared.schema import Int32Array
 
-_STOP_TOKEN = int(FinishReason.STOP_TOKEN)
-
 
 def apply_result(state: State, worker: WorkerState, result: IterationResult) -> None:
     """Record the tokens of the worker's oldest plan in flight.
@@ -119,9 +117,6 @@ def _record(
     length = table.append(slots, tokens)
     hits = table.stopped(slots, tokens, length)
     finishes = finish_codes(hits, length >= table.limit[slots])
-    for i in hits:
-        if tokens.item(i) not in table.sequence(slots.item(i)).request.eos_ids:
-            finishes[i] = _STOP_TOKEN
     ended = finishes.nonzero()[0]
     state.counters.generation_tokens += len(slots)
     if state.config.prefix_caching:
@@ -193,7 +188,7 @@ def _fail_row(state: State, worker: WorkerState, request: Request, fault: RowFau
     # What the row wrote may be as wrong as what it computed: nobody may find it in the prefix cache, whoever holds it.
     for sequence in request.sequences:
         names = worker.pool.names
-        blocks, _ = names.find(names.root(request.cache_salt), state.tokens_of(sequence))
+        blocks, _, _ = names.find(names.root(request.cache_salt), state.tokens_of(sequence))
         worker.pool.withdraw(np.array(blocks, np.int32))
     if fault is None:
         lifecycle.fail(state, request, "internal_error", "the worker could not compute this request and gave no reason")

@@ -192,7 +192,7 @@ class SlotTable:
     def _count(self, request: Request) -> None:
         priorities, ends = self._priorities, self._ends
         priorities[request.priority] = priorities.get(request.priority, 0) + 1
-        for token in request.end_ids:
+        for token in request.ends:
             low = token & (len(self._ends_some) - 1)
             rows = ends.get(low, 0)
             ends[low] = rows + 1
@@ -207,7 +207,7 @@ class SlotTable:
             priorities[request.priority] = rows
         else:
             del priorities[request.priority]
-        for token in request.end_ids:
+        for token in request.ends:
             low = token & (len(self._ends_some) - 1)
             rows = ends[low] - 1
             if rows:
@@ -331,12 +331,13 @@ class SlotTable:
         places += self._first_block[slots]
         return self._block_tokens.take(places, 0), self._flat_blocks[places]
 
-    def stopped(self, slots: Slots, tokens: Int32Array, length: Int32Array) -> list[int]:
+    def stopped(self, slots: Slots, tokens: Int32Array, length: Int32Array) -> list[tuple[int, int]]:
         """For which of ``slots``, by place, the token just appended, which made it ``length`` long, is an end or stop
-        token."""
-        hits: list[int] = []
+        token, and the FinishReason of that."""
+        hits: list[tuple[int, int]] = []
         for i in self._ends_some[(tokens & _LOW_BITS).astype(np.intp)].nonzero()[0].tolist():
             slot = slots.item(i)
-            if tokens.item(i) in self.sequence(slot).request.end_ids and length.item(i) >= self.min_length.item(slot):
-                hits.append(i)
+            reason = self.sequence(slot).request.ends.get(tokens.item(i), 0)
+            if reason and length.item(i) >= self.min_length.item(slot):
+                hits.append((i, reason))
         return hits

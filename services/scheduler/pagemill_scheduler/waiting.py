@@ -17,6 +17,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __getitem__(self, index: int) -> Request:
+        return self._requests[index]
+
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 

@@ -77,7 +77,6 @@ class Flight:
                 report.sequence.in_flight += report.orphan
 
 
-@dataclass(slots=True, eq=False)
 class Notes:
     """What has changed since the last plan and the next one must tell the worker.
 
@@ -87,10 +86,11 @@ class Notes:
         swap_out: (device block, host block).
     """
 
-    released: list[int] = field(default_factory=list)
-    forks: list[tuple[int, int, int]] = field(default_factory=list)
-    chosen: dict[int, int] = field(default_factory=dict)
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.released: list[int] = []
+        self.forks: list[tuple[int, int, int]] = []
+        self.chosen: dict[int, int] = {}
+        self.swap_out: list[tuple[int, int]] = []
 
     def left(self, slot: int) -> None:
         """The slot has become empty. What the worker never heard of need not be taken back."""
