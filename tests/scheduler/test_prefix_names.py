@@ -85,10 +85,11 @@ def test_rows_named_together_are_found_as_if_named_one_by_one(rows: list[tuple[l
             node = names.name_run(node, whole[len(found) * SIZE :], blocks)
         parents.append(node)
         tokens.append(more[:SIZE])
-    given_blocks = np.arange(block + 1, block + 1 + len(rows), dtype=np.int32)
+    given_blocks = np.arange(block + 1, block + 1 + len(rows))
     if given_blocks[-1] > NUM_BLOCKS:
         return
-    nodes = names.name_each(np.array(parents), np.array(tokens, np.int32), given_blocks)
+    full = np.array(tokens, np.int32).view(np.dtype((np.void, 4 * SIZE))).reshape(-1)
+    nodes = names.name_each(np.array(parents), full, given_blocks)
     for (prompt, more), node in zip(rows, nodes.tolist(), strict=True):
         text = prompt[: len(prompt) // SIZE * SIZE] + more[:SIZE]
         found, last, _ = names.find(NO_SALT, np.array(text, np.int32))

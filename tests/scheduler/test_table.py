@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagemill_scheduler.end_tokens import EndTokens
 from pagemill_scheduler.events import Peer
 from pagemill_scheduler.gateway import GatewayState
 from pagemill_scheduler.request import Request, Sequence, finish_reason
@@ -16,6 +17,7 @@ from pagemill_shared.messages import FinishReason
 from pagemill_shared.sampling import SamplingParams
 
 GATEWAY = GatewayState("g", "model", 1, Peer("frontend", b"g"), 0.0)
+ENDS = EndTokens()
 PROMPT, CAPACITY = np.array([5, 5, 5], np.int32), 4
 ALIKE = 4096
 """An end token with the low bits of 0."""
@@ -31,7 +33,9 @@ def sequence(eos: list[int], stop: list[int], ignore_eos: bool, min_tokens: int,
         ignore_eos=ignore_eos,
         min_tokens=min_tokens,
     )
-    return Sequence(Request(GATEWAY, 1, "r", PROMPT, sampling, priority, 1, 0.0, key=0, cache_salt=""), 0, PROMPT)
+    return Sequence(
+        Request(GATEWAY, 1, "r", PROMPT, sampling, ENDS.of(sampling), priority, 1, 0.0, key=0, cache_salt=""), 0, PROMPT
+    )
 
 
 def reason(one: Sequence, token: int) -> FinishReason:

@@ -17,9 +17,8 @@ GATEWAY = GatewayState("g", "model", 1, Peer("frontend", b"g"), 0.0)
 
 
 def request(key: int, arrival: int) -> Request:
-    return Request(
-        GATEWAY, arrival, f"r{arrival}", np.ones(3, np.int32), SamplingParams(), 0, arrival, 0.0, key=key, cache_salt=""
-    )
+    prompt = np.ones(3, np.int32)
+    return Request(GATEWAY, arrival, f"r{arrival}", prompt, SamplingParams(), {}, 0, arrival, 0.0, key, cache_salt="")
 
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), max_size=30))

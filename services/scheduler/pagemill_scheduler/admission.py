@@ -101,7 +101,7 @@ def _cached(state: State, worker: WorkerState, sequence: Sequence) -> tuple[list
         return [], NO_SALT, NO_KEY
     size, names = worker.block_size, worker.pool.names
     request, spared = sequence.request, len(sequence.tokens) - 1
-    if request.sampling.needs_every_position and request.reports_more:
+    if not request.plain and request.sampling.needs_every_position and request.reports_more:
         spared = min(spared, request.reported)
     count = spared // size
     return names.find(names.root(request.cache_salt), sequence.tokens[: count * size])

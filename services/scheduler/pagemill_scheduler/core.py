@@ -130,12 +130,12 @@ class SchedulerCore:
         match message:
             case SubmitRequest() | SequenceFinished() | AbortRequest() | GatewaySync():
                 verdict = gateway.incoming.accept(message.epoch, message.number)
-                if verdict is Verdict.BROKEN:
-                    self._resync_gateway(gateway, f"message {message.number} was out of turn")
-                elif verdict is Verdict.STALE:
-                    self._state.counters.ignored_messages += 1
-                else:
+                if verdict is Verdict.APPLY:
                     self._apply(now, gateway, message)
+                elif verdict is Verdict.BROKEN:
+                    self._resync_gateway(gateway, f"message {message.number} was out of turn")
+                else:
+                    self._state.counters.ignored_messages += 1
             case Heartbeat():
                 if message.epoch == gateway.outgoing.epoch:
                     gateway.acknowledge(message.received)

@@ -175,8 +175,9 @@ def finish_codes(hits: list[tuple[int, int]], full: npt.NDArray[np.bool_]) -> In
     """[K] FinishReason per row: an end or stop token, given as ``hits`` (place, reason), beats the length limit, where
     ``full`` is True."""
     codes = np.zeros(len(full), np.int32)
-    if np.count_nonzero(full):
-        codes[full] = _LENGTH
+    places = full.nonzero()[0]
+    if len(places):
+        codes[places] = _LENGTH
     for place, reason in hits:
         codes[place] = reason
     return codes

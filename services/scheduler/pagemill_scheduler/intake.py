@@ -92,6 +92,7 @@ def submit(state: State, gateway: GatewayState, message: SubmitRequest, now: flo
         message.request_id,
         message.prompt_token_ids,
         message.sampling,
+        state.end_tokens.of(message.sampling),
         message.priority,
         state.next_arrival(),
         now,

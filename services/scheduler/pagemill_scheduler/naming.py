@@ -36,7 +36,7 @@ def name_rows(worker: WorkerState, slots: Slots, length: Int32Array) -> None:
     computed = table.computed[slots]
     after = at + table.size
     # Nearly always each has just filled one block, with a token that is computed next.
-    if np.count_nonzero(length == at) < len(slots) or np.count_nonzero(computed < at):
+    if len((length != at).nonzero()[0]) or len((computed < at).nonzero()[0]):
         known = np.minimum(length, computed)
         one = (known >= at) & (known < after)
         for slot in slots[known >= after].tolist():
@@ -44,6 +44,6 @@ def name_rows(worker: WorkerState, slots: Slots, length: Int32Array) -> None:
         slots, at, after = slots[one], at[one], after[one]
         if not len(slots):
             return
-    tokens, blocks = table.filled(slots, at)
-    table.node[slots] = worker.pool.names.name_each(table.node[slots], tokens, blocks)
+    rows, blocks = table.filled(slots, at)
+    table.node[slots] = worker.pool.names.name_each(table.node[slots], rows, blocks)
     table.name_at[slots] = after

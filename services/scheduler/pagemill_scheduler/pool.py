@@ -95,7 +95,7 @@ class BlockPool:
         # The end of a sequence is evicted before its beginning, which more requests may share.
         blocks = joined(tables[::-1])[::-1].astype(np.intp)
         refs = self.refs[blocks]
-        if np.count_nonzero(refs == _ONE) == len(blocks):
+        if not len((refs != _ONE).nonzero()[0]):
             self.refs[blocks] = _ZERO
             freed = blocks
         else:

@@ -20,6 +20,8 @@ _ZERO = np.zeros((), np.int64)
 _FALSE, _TRUE = np.array(False), np.array(True)
 
 Nodes = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.void]
+"""[K] the tokens of a block each, as one item."""
 
 
 class Run:
@@ -60,9 +62,8 @@ class PrefixNames:
         self._block_size = block_size
         # By block. np.empty: the system backs it as far as it is used.
         self._tokens = np.empty((num_blocks + 1, block_size), np.int32)
-        # The same memory, an item for each block: rows are written one number at a time.
         self._row = np.dtype((np.void, 4 * block_size))
-        self._rows = self._tokens.view(self._row).reshape(-1)
+        self._rows: Rows = self._tokens.view(self._row).reshape(-1)  # the same memory: numpy copies long items sooner
         self._node = np.full(num_blocks + 1, -1, np.int64)
         self._parent = np.full(num_blocks + 1, -1, np.int64)
         self._child = np.zeros(num_blocks + 1, np.intp)
@@ -91,7 +92,7 @@ class PrefixNames:
         blocks: list[int] = []
         if len(tokens) < size:
             return blocks, root, NO_KEY
-        first, key = self._lookup(root, tokens[:size])
+        first, key = self._lookup(root, tokens[:size].tobytes())
         if not first:
             return blocks, root, key
         parent, wanted = root, tokens[: len(tokens) // size * size].reshape(-1, size)
@@ -104,7 +105,9 @@ class PrefixNames:
                 count = int((known == ahead[:count]).all(axis=1).argmin())
             blocks += chain[:count]
             parent = self._node.item(blocks[-1])
-            first, key = self._lookup(parent, wanted[len(blocks)]) if len(blocks) < len(wanted) else (0, NO_KEY)
+            first, key = (
+                self._lookup(parent, wanted[len(blocks)].tobytes()) if len(blocks) < len(wanted) else (0, NO_KEY)
+            )
         return blocks, parent, key
 
     def key(self, parent: int, tokens: bytes) -> int:
@@ -119,7 +122,7 @@ class PrefixNames:
         """
         index = joined([run.blocks for run in runs]).astype(np.intp)
         nodes = self._new_nodes(index)
-        self._set(index, nodes, joined([run.tokens for run in runs]))
+        self._set(index, nodes, np.frombuffer(b"".join([run.tokens.tobytes() for run in runs]), self._row))
         # From the last block of a run to the first of the next, too, which _attach then puts right.
         self._parent[index[1:]] = nodes[:-1]
         self._child[index[:-1]] = index[1:]
@@ -139,17 +142,19 @@ class PrefixNames:
             tokens: [K * block_size].
             blocks: [K] in use and without names, K >= 1.
         """
-        rows = tokens.reshape(-1, self._block_size)
+        return self._name_rows(parent, tokens.view(self._row), blocks.astype(np.intp))
+
+    def _name_rows(self, parent: int, rows: Rows, blocks: Blocks) -> int:
         known = 0
-        block, key = self._lookup(parent, rows[known])
+        block, key = self._lookup(parent, rows[known].tobytes())
         while block:
             parent = self._node.item(block)
             known += 1
             if known == len(rows):
                 return parent
-            block, key = self._lookup(parent, rows[known])
+            block, key = self._lookup(parent, rows[known].tobytes())
         # Nothing has followed a new node yet, so all that come after it are new, too.
-        index = blocks[known:].astype(np.intp)
+        index = blocks[known:]
         nodes = self._new_nodes(index)
         self._set(index, nodes, rows[known:])
         if len(index) > 1:
@@ -158,34 +163,33 @@ class PrefixNames:
         self._attach(parent, index.item(0), key)
         return nodes.item(-1)
 
-    def name_each(self, parents: Nodes, tokens: Int32Array, blocks: Int32Array) -> Nodes:
+    def name_each(self, parents: Nodes, rows: Rows, blocks: Blocks) -> Nodes:
         """Name one block of each of several sequences, unless others have its name; their nodes.
 
         Args:
             parents: [K] the nodes before them.
-            tokens: [K, block_size].
+            rows: [K] their tokens.
             blocks: [K] in use and without names.
         """
-        index = blocks.astype(np.intp)
-        nodes = self._new_nodes(index)
+        nodes = self._new_nodes(blocks)
         before = parents % self._stride_array
         # In the usual case the block before has a name and no child yet. Of siblings behind the same block one wins.
         can_be_child = (self._node[before] == parents) & (self._parent[self._child[before]] != parents)
-        if np.count_nonzero(can_be_child) == len(blocks):
-            self._child[before] = index
-            if np.count_nonzero(self._child[before] == index) == len(blocks):
-                self._set(index, nodes, tokens)
-                self._parent[index] = parents
-                return nodes
         usual = can_be_child.nonzero()[0]
+        if len(usual) == len(blocks):
+            self._child[before] = blocks
+            if not len((self._child[before] != blocks).nonzero()[0]):
+                self._set(blocks, nodes, rows)
+                self._parent[blocks] = parents
+                return nodes
         self._child[before[usual]] = blocks[usual]
         usual = usual[self._child[before[usual]] == blocks[usual]]
-        self._set(index[usual], nodes[usual], tokens[usual])
-        nodes[usual] = self._node[index[usual]]  # siblings may share the block: both go on from its one node
-        self._parent[index[usual]] = parents[usual]
+        self._set(blocks[usual], nodes[usual], rows[usual])
+        nodes[usual] = self._node[blocks[usual]]  # siblings may share the block: both go on from its one node
+        self._parent[blocks[usual]] = parents[usual]
         if len(usual) < len(blocks):
             for i in np.setdiff1d(np.arange(len(blocks)), usual, assume_unique=True).tolist():
-                nodes[i] = self.name_run(parents.item(i), tokens[i], blocks[i : i + 1])
+                nodes[i] = self._name_rows(parents.item(i), rows[i : i + 1], blocks[i : i + 1])
         return nodes
 
     def forget(self, blocks: Blocks) -> None:
@@ -204,14 +208,13 @@ class PrefixNames:
         nodes: Nodes = blocks + np.array(self._serial * self._stride)
         return nodes
 
-    def _set(self, blocks: Blocks, nodes: Nodes, tokens: Int32Array) -> None:
+    def _set(self, blocks: Blocks, nodes: Nodes, rows: Rows) -> None:
         self._node[blocks] = nodes
-        self._rows[blocks] = tokens.reshape(-1).view(self._row)
+        self._rows[blocks] = rows
         self.named[blocks] = _TRUE
 
-    def _lookup(self, parent: int, tokens: Int32Array) -> tuple[int, int]:
-        """The block with the name (parent, tokens), or 0 and the key of that name."""
-        data = tokens.tobytes()
+    def _lookup(self, parent: int, data: bytes) -> tuple[int, int]:
+        """The block with the name (parent, tokens), of which ``data`` are the tokens, or 0 and the key of that name."""
         before = parent % self._stride
         if before and self._node.item(before) == parent:
             child = self._child.item(before)

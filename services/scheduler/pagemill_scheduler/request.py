@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from pagemill_scheduler.beams import BeamSearch
 
 
-# Numbers, because members of an enumeration are hashed and compared slowly.
-_EOS, _STOP_TOKEN = int(FinishReason.EOS), int(FinishReason.STOP_TOKEN)
-
-
 class Status(StrEnum):
     """Where a request stands: it moves between waiting and running, and from both to ended."""
 
@@ -30,6 +26,10 @@ class Status(StrEnum):
     """Its sequences have slots on a worker."""
     ENDED = "ended"
     """Finished, failed or aborted: owns nothing."""
+
+
+# Not looked up in the class each time, which takes ten times as long.
+_WAITING, _ENDED, _NOT_FINISHED = Status.WAITING, Status.ENDED, FinishReason.NOT_FINISHED
 
 
 class IllegalTransitionError(Exception):
@@ -80,7 +80,7 @@ class Sequence:
         request: Request,
         index: int,
         tokens: Int32Array,
-        finish: FinishReason = FinishReason.NOT_FINISHED,
+        finish: FinishReason = _NOT_FINISHED,
         logprobs: list[LogprobEntry] | None = None,
     ) -> None:
         self.request = request
@@ -95,7 +95,7 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        return self.finish is not FinishReason.NOT_FINISHED
+        return self.finish is not _NOT_FINISHED
 
     def append(self, token: int) -> None:
         """Add an output token; only for a sequence without a slot."""
@@ -119,7 +119,8 @@ class Request:
         waits_for: why it is not running, for people; empty while it runs, and before a plan has considered it.
         failure: the error that it ended with.
         limit: most tokens that a sequence of it may have, prompt included.
-        width: as in its sampling parameters; ends: the FinishReason for each token that ends a sequence of it.
+        width: as in its sampling parameters; ends: the FinishReason of each token that ends a sequence of it, as
+            EndTokens gives it.
         plain: it samples, freely, and asks nothing about its prompt.
         highest_token: largest token id of the prompt, -1 without one.
     """
@@ -131,6 +132,7 @@ class Request:
         request_id: str,
         prompt: Int32Array,
         sampling: SamplingParams,
+        ends: dict[int, int],
         priority: int,
         arrival: int,
         arrived_at: float,
@@ -148,7 +150,7 @@ class Request:
         self.key = key
         self.cache_salt = cache_salt
         self.sequences: list[Sequence] = []
-        self.status = Status.WAITING
+        self.status = _WAITING
         self.worker = ""
         self.swapped_to = ""
         self.seats = 0
@@ -165,9 +167,7 @@ class Request:
         self.failure: RequestFailure | None = None
         self.limit = len(prompt) + sampling.max_tokens
         self.width = sampling.width
-        self.ends: dict[int, int] = dict.fromkeys(sampling.stop_token_ids.tolist(), _STOP_TOKEN)
-        if not sampling.ignore_eos:
-            self.ends |= dict.fromkeys(sampling.eos_token_ids.tolist(), _EOS)
+        self.ends = ends
         self.plain = not (sampling.beam_width or sampling.grammar or sampling.reports_prompt)
         # Faster than ``max``.
         self.highest_token: int = prompt.item(prompt.argmax()) if len(prompt) else -1
@@ -212,7 +212,7 @@ class Request:
         Raises:
             IllegalTransitionError: leaves the request as it was.
         """
-        if status is self.status or self.status is Status.ENDED:
+        if status is self.status or self.status is _ENDED:
             raise IllegalTransitionError(f"request {self.request_id}: {self.status.value} -> {status.value}")
         self.status = status
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pagemill_scheduler.config import CoreConfig
+from pagemill_scheduler.end_tokens import EndTokens
 from pagemill_scheduler.events import Action, Log, Peer, Send
 from pagemill_scheduler.gateway import GatewayState
 from pagemill_scheduler.request import Request, Sequence
@@ -59,6 +60,7 @@ class State:
     no_worker_since: float | None = 0.0
     stopping: bool = False
     actions: list[Action] = field(default_factory=list)
+    end_tokens: EndTokens = field(default_factory=EndTokens)
     _epochs: int = 0
     _arrivals: int = 0
     _gateways: int = 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from pagemill_scheduler.prefix_names import Rows
 from pagemill_scheduler.request import Request, Sequence
 from pagemill_shared.schema import Int32Array
 
@@ -58,7 +59,8 @@ class SlotTable:
         # The same memory: one index costs less than a pair.
         self._flat_tokens = self.tokens.reshape(-1)
         self._flat_blocks = self.blocks.reshape(-1)
-        self._block_tokens = self.tokens.reshape(-1, block_size)
+        # An item for each block: rows are picked one number at a time.
+        self._block_rows = self.tokens.view(np.dtype((np.void, 4 * block_size))).reshape(-1)
         self._first_token = np.arange(0, self.tokens.size, self.tokens.shape[1])
         self._first_block = np.arange(0, self.blocks.size, max_blocks)
         self.size = np.array(block_size, np.int32)  # numpy takes a number apart more slowly
@@ -148,7 +150,8 @@ class SlotTable:
         ``named`` leading blocks have names, up to ``node``."""
         slot = self._seat(sequence)
         length = len(sequence.tokens)
-        self.tokens[slot, :length] = sequence.tokens
+        first = slot * self.tokens.shape[1]
+        self._flat_tokens[first : first + length] = sequence.tokens
         self.length[slot] = self.planned[slot] = length
         self.computed[slot] = computed
         self.blocks[slot, : len(blocks)] = blocks
@@ -324,12 +327,11 @@ class SlotTable:
         self.length[slots] = length
         return length
 
-    def filled(self, slots: Slots, ends: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """[K, block_size] the tokens of the block of each of ``slots`` that ends before position ``ends``; [K] the
-        blocks."""
+    def filled(self, slots: Slots, ends: Int32Array) -> tuple[Rows, Slots]:
+        """[K] the tokens of the block of each of ``slots`` that ends before position ``ends``; [K] the blocks."""
         places = (ends // self.size - _ONE).astype(np.intp)
         places += self._first_block[slots]
-        return self._block_tokens.take(places, 0), self._flat_blocks[places]
+        return self._block_rows[places], self._flat_blocks[places].astype(np.intp)
 
     def stopped(self, slots: Slots, tokens: Int32Array, length: Int32Array) -> list[tuple[int, int]]:
         """For which of ``slots``, by place, the token just appended, which made it ``length`` long, is an end or stop
