@@ -17,6 +17,7 @@ from pagemill_kernels.blocks import BLOCK_KINDS, BlockKind, BlockMatrix, BlockPa
 from pagemill_kernels.cpu.kernels import CpuKernels
 from pagemill_kernels.cpu.linear import PackedLinear
 from pagemill_kernels.cpu.narrow import NARROW_KINDS, NarrowLinear, narrow_linear
+from pagemill_kernels.cpu.pages import LargePages
 from pagemill_kernels.linear import LinearFactory
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def weight_of(kind: str, outputs: int, inputs: int) -> tuple[Tensor, BlockMatrix
 def narrowed(
     library: ctypes.CDLL, kind: str, weight: Tensor, bias: Tensor | None, blocks: BlockMatrix | None
 ) -> NarrowLinear:
-    made = narrow_linear(library, weight, bias, blocks)
+    made = narrow_linear(library, LargePages(), weight, bias, blocks)
     assert made is not None
     assert made.name == kind
     return made
@@ -133,7 +134,7 @@ def test_what_is_held_exactly(library: ctypes.CDLL, special: Tensor, kind: str |
         weight = torch.randn(33, 50).bfloat16().clamp(-3, 3).float()
         weight[weight.abs() < 2**-6] = 1.0
         weight.view(-1)[at : at + special.numel()] = special
-        made = narrow_linear(library, weight, None, None)
+        made = narrow_linear(library, LargePages(), weight, None, None)
         assert (None if made is None else made.name) == kind
         if made is not None and weight.isfinite().all():
             x = torch.randn(3, 50)
@@ -146,9 +147,9 @@ def test_blocks_that_are_not_the_weights_are_left(library: ctypes.CDLL, kind: Bl
     for output, k in ((0, 0), (69, 63), (40, 31)):
         other = weight.clone()
         other[output, k] = torch.nextafter(other[output, k], torch.tensor(torch.inf))
-        assert narrow_linear(library, other, None, blocks) is None
+        assert narrow_linear(library, LargePages(), other, None, blocks) is None
     # As a file of another format is kept: in blocks that come close.
-    assert narrow_linear(library, torch.randn(70, 64), None, blocks) is None
+    assert narrow_linear(library, LargePages(), torch.randn(70, 64), None, blocks) is None
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
@@ -169,7 +170,7 @@ def test_parts_of_one_kind_are_one_matrix_and_others_stay_float32(library: ctype
     x = torch.randn(5, 64)
     product = narrowed(library, "Q4_1", same, None, BlockMatrix(tuple(blocks[:2])))
     assert torch.equal(product(x), PackedLinear(library, same, None)(x))
-    assert narrow_linear(library, mixed, None, BlockMatrix(tuple(blocks))) is None
+    assert narrow_linear(library, LargePages(), mixed, None, BlockMatrix(tuple(blocks))) is None
 
 
 def test_how_many_bytes_they_take(library: ctypes.CDLL) -> None:

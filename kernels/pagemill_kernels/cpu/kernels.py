@@ -15,6 +15,7 @@ from pagemill_kernels.blocks import BlockMatrix
 from pagemill_kernels.cpu.library import CACHE_DTYPES, DTYPES, Batch
 from pagemill_kernels.cpu.linear import BlockLinear, Int8Linear, PackedLinear
 from pagemill_kernels.cpu.narrow import narrow_linear
+from pagemill_kernels.cpu.pages import LargePages
 from pagemill_kernels.interface import (
     AttentionBatch,
     AttentionSpec,
@@ -57,7 +58,7 @@ class CpuKernels(Kernels[CpuStep]):
         self.name = f"cpu-{isa}"
         self._torch = TorchKernels()
         self._lanes: int = library.pm_lanes()
-        self._library = library
+        self._library, self._pages = library, LargePages()
         self._rotate, self._attend, self._copy = (
             library.pm_rotate_and_write,
             library.pm_attention,
@@ -188,7 +189,7 @@ class CpuKernels(Kernels[CpuStep]):
     def narrow_linear(
         self, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor | None, BlockMatrix | None], Linear | None] | None:
-        return partial(narrow_linear, self._library) if dtype == torch.float32 else None
+        return partial(narrow_linear, self._library, self._pages) if dtype == torch.float32 else None
 
     def copy_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> int:
         on_cpu = source.device.type == destination.device.type == pairs.device.type == "cpu"

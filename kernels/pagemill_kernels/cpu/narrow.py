@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pagemill_kernels.blocks import BLOCK_KINDS, BLOCK_SIZE, BlockMatrix
 from pagemill_kernels.cpu.linear import CompiledLinear
+from pagemill_kernels.cpu.pages import LargePages
 
 NARROW_KINDS = ("bf16", "fp16", *BLOCK_KINDS)
 """In the order of ``Kind`` of source/linear_narrow.cpp."""
@@ -55,20 +56,22 @@ class NarrowLinear(CompiledLinear):
 
 
 def narrow_linear(
-    library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, stored: BlockMatrix | None
+    library: ctypes.CDLL, pages: LargePages, weight: Tensor, bias: Tensor | None, stored: BlockMatrix | None
 ) -> NarrowLinear | None:
     """A product of ``weight`` [out, in] float32 in the smallest form that holds it exactly; None where none does.
 
     Args:
+        pages: where it is kept.
         stored: blocks that may be where the weight came from.
     """
     weight = weight.contiguous()
     outputs, inputs = weight.shape
     for kind, data in _forms(stored, inputs):
-        packed = torch.empty(library.pm_narrow_packed_bytes(kind, outputs, inputs), dtype=torch.uint8)
+        packed = pages.reserve(library.pm_narrow_packed_bytes(kind, outputs, inputs))
         blocks = None if data is None else data.data_ptr()
         arguments = weight.data_ptr(), blocks, outputs, inputs, packed.data_ptr(), torch.get_num_threads()
         if library.pm_narrow_pack(kind, *arguments):
+            pages.keep(packed)
             return NarrowLinear(library, kind, packed, outputs, inputs, bias)
     return None
 

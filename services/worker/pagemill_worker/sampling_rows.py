@@ -35,6 +35,9 @@ class Edits:
     ban_ids: Indices
 
 
+_NO_EDITS = Edits(_NO_INDICES, _NO_INDICES, np.zeros(0, np.float32), _NO_INDICES, _NO_INDICES)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
     """One sampling pass: R rows of logits, N tokens to draw from them (N > R where a row starts several sequences).
@@ -76,6 +79,7 @@ class SamplingRows:
         candidates: [S] best continuations that a beam reports in place of a sampled token; 0 for what is no beam.
         prompt_logprobs: [S] alternatives to report beside each prompt token, -1 for none.
         pooling: [S] Pooling.
+        greedy: [S] rows that want their most likely token and nothing else, but for what a grammar rules.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, grammars: GrammarRows) -> None:
@@ -97,6 +101,7 @@ class SamplingRows:
         self.pooling = np.zeros(n, np.int64)
         self.biased = np.zeros(n, np.bool_)
         self.penalised = np.zeros(n, np.bool_)
+        self.greedy = np.zeros(n, np.bool_)
         self._bias: dict[int, tuple[Indices, npt.NDArray[np.float32]]] = {}
         self._banned: dict[int, Indices] = {}
         self.limits = TokenLimits(n, vocab_size)
@@ -130,13 +135,23 @@ class SamplingRows:
         if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
             self.penalised[slot] = True
             self.counts.join(slot, prompt, outputs)
+        self.greedy[slot] = not (
+            self.temperature[slot] > 0
+            or self.logprobs[slot] >= 0
+            or self.min_tokens[slot]
+            or self.candidates[slot]
+            or self.biased[slot]
+            or self.penalised[slot]
+            or self.limits.allowing[slot]
+            or self.limits.worded[slot]
+        )
 
     def fork(self, parent: int, child: int) -> None:
         self.release(child)
         for array in (
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.presence_penalty,
             self.frequency_penalty, self.seed, self.min_tokens, self.logprobs, self.candidates, self.biased,
-            self.penalised,
+            self.penalised, self.greedy,
         ):  # fmt: skip
             array[child] = array[parent]
         if parent in self._bias:
@@ -167,6 +182,22 @@ class SamplingRows:
     ) -> SampleBatch:
         """The pass over rows of logits that belong to ``slots`` [R], which have generated ``outputs`` [R] tokens, those
         that ``output_of`` gives."""
+        if self.greedy[slots].all() and not self.grammars.constrained[slots].any():
+            return SampleBatch(
+                row_of=row_of,
+                slots=slots,
+                plain=True,
+                penalised=_NO_INDICES,
+                edits=_NO_EDITS,
+                random=_NO_INDICES,
+                sequences=sequences,
+                positions=positions,
+                logprobs=self.logprobs[slots],
+                beams=_NO_INDICES,
+                candidates=_NO_INDICES,
+                constrained=_NO_INDICES,
+                masks=_NO_MASKS,
+            )
         random = np.flatnonzero(self.temperature[slots] > 0)
         penalised = np.flatnonzero(self.penalised[slots])
         biased = np.flatnonzero(self.biased[slots])

@@ -14,18 +14,20 @@ namespace {
 
 enum Kind : int32_t { kBFloat16Pairs = 0, kHalves = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4 };
 
-constexpr int64_t kAhead = 4096;  // bytes that are fetched ahead
 constexpr int64_t kChunk = 256;   // inputs of a part of a panel, which then takes 32 KiB at most
 constexpr int kHeight = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;  // rows at a time
 constexpr int kSide = LANES == 16 ? 2 : 1;  // panels at a time at kSideRows or fewer: sums enough to hide their latency
 constexpr int64_t kSideRows = 4;
+constexpr int64_t kReading = 4;             // rows that cost as much as the weights' reading and becoming float32
+constexpr int64_t kWorkPerThread = 5 << 20;  // below which another thread does not pay
 constexpr int64_t kManyRows = int64_t(1) << 62;
 
 // How weights are stored. A panel is groups of kInputs inputs, one below the other. A group has kHead bytes of scales for
 // each output, and then kWords words of each, every one in a row of kColumns; a word of kWordBytes has equally many inputs.
-// kInRegisters: measured.
+// kInRegisters, and how far weights are fetched ahead and into which cache (3 the first, 2 the second): measured.
 struct Plain {
   static constexpr int64_t kInputs = 1, kHead = 0, kWords = 1, kWordBytes = 4;
+  static constexpr int64_t kAhead = 2048, kLevel = 3;
   struct Scale {};
   typedef vf Word;
   INLINE Scale scale(const uint8_t*, int) { return {}; }
@@ -35,7 +37,8 @@ struct Plain {
 
 struct BFloat16Pairs {
   static constexpr int64_t kInputs = 2, kHead = 0, kWords = 1, kWordBytes = 4;
-  static constexpr int64_t kInRegisters = LANES == 16 ? kManyRows : 24;
+  static constexpr int64_t kInRegisters = LANES == 16 ? kManyRows : 12;
+  static constexpr int64_t kAhead = 4096, kLevel = 3;
   struct Scale {};
   typedef vu Word;
   INLINE Scale scale(const uint8_t*, int) { return {}; }
@@ -51,7 +54,8 @@ struct BFloat16Pairs {
 
 struct Halves {
   static constexpr int64_t kInputs = 1, kHead = 0, kWords = 1, kWordBytes = 2;
-  static constexpr int64_t kInRegisters = LANES == 16 ? kManyRows : 24;
+  static constexpr int64_t kInRegisters = LANES == 16 ? kManyRows : 12;
+  static constexpr int64_t kAhead = 4096, kLevel = 3;
   struct Scale {};
   typedef vf Word;
   INLINE Scale scale(const uint8_t*, int) { return {}; }
@@ -73,7 +77,8 @@ INLINE void pack_scales(const uint8_t* block, int64_t bytes, uint8_t* group, int
 // Weights of 4 bits: a word has eight of one output.
 template <bool Least> struct Nibbles {
   static constexpr int64_t kInputs = 32, kHead = Least ? 4 : 2, kWords = 4, kWordBytes = 4;
-  static constexpr int64_t kInRegisters = LANES == 16 ? 64 : 24;
+  static constexpr int64_t kInRegisters = LANES == 16 ? 64 : 12;
+  static constexpr int64_t kAhead = 16384, kLevel = 2;
   struct Scale { vf d, m; };
   typedef vi Word;
   INLINE Scale scale(const uint8_t* group, int n) {
@@ -106,7 +111,8 @@ template <bool Least> struct Nibbles {
 
 struct Bytes {
   static constexpr int64_t kInputs = 32, kHead = 2, kWords = 32, kWordBytes = 1;
-  static constexpr int64_t kInRegisters = LANES == 16 ? 64 : 24;
+  static constexpr int64_t kInRegisters = LANES == 16 ? 64 : 12;
+  static constexpr int64_t kAhead = 4096, kLevel = 3;
   struct Scale { vf d; };
   typedef vf Word;
   INLINE Scale scale(const uint8_t* group, int n) { return {load((const half_t*)group + n * LANES)}; }
@@ -122,6 +128,7 @@ struct Bytes {
 };
 
 template <class F> constexpr int64_t kGroupBytes = (F::kHead + F::kWords * F::kWordBytes) * kColumns;
+template <class F> constexpr int64_t kGroupLines = (kGroupBytes<F> + 63) / 64;  // of the cache
 template <class F> INLINE int64_t panel_bytes(int64_t inputs) {
   return (inputs + F::kInputs - 1) / F::kInputs * kGroupBytes<F>;
 }
@@ -162,7 +169,7 @@ struct Product {
 // first of the inputs.
 template <class F, int P, int M>
 void tile(const Product& p, const uint8_t* panel, int64_t stride, int64_t column, int64_t row, int64_t first,
-          int64_t count) {
+          int64_t count, Ahead next) {
   constexpr int kAll = P * kVectors;
   const float* x = p.x + row * p.x_stride + first;
   vf sums[M][kAll];
@@ -181,10 +188,13 @@ void tile(const Product& p, const uint8_t* panel, int64_t stride, int64_t column
   };
   int64_t k = 0;
   for (; k + F::kInputs <= count; k += F::kInputs, panel += kGroupBytes<F>) {
-    const uint8_t* ahead = panel + kAhead;
+    const uint8_t* ahead = panel + F::kAhead;
     for (int side = 0; side < P; ++side, ahead += stride)
 #pragma GCC unroll 20
-      for (int64_t i = 0; i < kGroupBytes<F>; i += 64) __builtin_prefetch(ahead + i);
+      for (int64_t i = 0; i < kGroupLines<F>; ++i) {
+        __builtin_prefetch(ahead + i * 64, 0, F::kLevel);
+        if (P == 1) __builtin_prefetch(next.at, 0, 2), next.at += next.step;
+      }
     each_input<F, P>(panel, stride, F::kInputs, [&](int64_t i, const vf* weights) __attribute__((always_inline)) {
       add(k + i, weights);
     });
@@ -202,7 +212,7 @@ void tile(const Product& p, const uint8_t* panel, int64_t stride, int64_t column
     }
 }
 
-typedef void (*tile_fn)(const Product&, const uint8_t*, int64_t, int64_t, int64_t, int64_t, int64_t);
+typedef void (*tile_fn)(const Product&, const uint8_t*, int64_t, int64_t, int64_t, int64_t, int64_t, Ahead);
 template <class F, int P, int N, int... M> struct Tiles : Tiles<F, P, N - 1, N, M...> {};
 template <class F, int P, int... M> struct Tiles<F, P, 0, M...> {
   static constexpr tile_fn of[] = {tile<F, P, M>...};
@@ -217,25 +227,30 @@ template <class F> void widen(const uint8_t* panel, int64_t count, float* to) {
     });
 }
 
-// All rows, weights becoming float32 in registers.
-template <class F> void in_registers(const Product& p, const uint8_t* packed, int64_t rows, int threads) {
-  constexpr int64_t kBlockRows = 16 * kHeight;  // rows whose inputs stay in cache while panels pass
+// Rows whose sums fit beside those of kSide panels.
+template <class F> void side_by_side(const Product& p, const uint8_t* packed, int64_t rows, int threads) {
   const int64_t panels = (p.outputs + kColumns - 1) / kColumns, bytes = panel_bytes<F>(p.inputs);
-  const int64_t side = rows <= kSideRows ? kSide : 1, sets = (panels + side - 1) / side;
+  const int64_t sets = (panels + kSide - 1) / kSide;
   const int64_t share = threads == 1 ? sets : sets / (threads * 6), group = share < 1 ? 1 : share;
-  const int64_t groups = (sets + group - 1) / group, blocks = (rows + kBlockRows - 1) / kBlockRows;
-  for_each(threads, groups * blocks, [&](int64_t item, int) {
-    const int64_t begin = item % groups * group, end = begin + group < sets ? begin + group : sets;
-    const int64_t top = item / groups * kBlockRows, bottom = top + kBlockRows < rows ? top + kBlockRows : rows;
-    const int64_t tiles = (bottom - top + kHeight - 1) / kHeight, height = (bottom - top + tiles - 1) / tiles;
-    for (int64_t set = begin; set < end; ++set)
-      for (int64_t row = top; row < bottom; row += height) {
-        const int64_t panel = set * side, left = bottom - row < height ? bottom - row : height;
-        const bool are_two = side > 1 && panel + 1 < panels;
-        const tile_fn run = are_two ? Tiles<F, kSide, kSideRows>::of[left - 1] : Tiles<F, 1, kHeight>::of[left - 1];
-        run(p, packed + panel * bytes, bytes, panel * kColumns, row, 0, p.inputs);
-      }
+  for_each(threads, (sets + group - 1) / group, [&](int64_t item, int) {
+    const int64_t end = (item + 1) * group < sets ? (item + 1) * group : sets;
+    for (int64_t set = item * group; set < end; ++set) {
+      const int64_t panel = set * kSide;
+      const bool are_all = panel + kSide <= panels;  // else one is left
+      const tile_fn run = are_all ? Tiles<F, kSide, kSideRows>::of[rows - 1] : Tiles<F, 1, kHeight>::of[rows - 1];
+      run(p, packed + panel * bytes, bytes, panel * kColumns, 0, 0, p.inputs, {(const char*)packed, 0});
+    }
   });
+}
+
+// Any number of rows, weights becoming float32 in registers.
+template <class F> void in_registers(const Product& p, const uint8_t* packed, int64_t rows, int threads) {
+  const int64_t bytes = panel_bytes<F>(p.inputs), steps = bytes / kGroupBytes<F> * kGroupLines<F>;
+  for_each_tile<kHeight>(threads, rows, p.outputs, p.inputs, p.inputs * sizeof(float), packed, bytes, steps,
+                         [&](int64_t height, int64_t panel, int64_t row, Ahead ahead) {
+                           Tiles<F, 1, kHeight>::of[height - 1](p, packed + panel * bytes, 0, panel * kColumns, row, 0,
+                                                                p.inputs, ahead);
+                         });
 }
 
 // All rows, a part of a panel becoming float32 at a time.
@@ -256,13 +271,14 @@ template <class F> void in_cache(const Product& p, const uint8_t* packed, int64_
       for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(part + size + i);
       for (int64_t row = top; row < bottom; row += height)
         Tiles<Plain, 1, kRows>::of[(bottom - row < height ? bottom - row : height) - 1](
-            p, (const uint8_t*)wide, 0, panel * kColumns, row, first, count);
+            p, (const uint8_t*)wide, 0, panel * kColumns, row, first, count, {(const char*)packed, 0});
     }
   });
 }
 
 template <class F> void multiply(const Product& p, const uint8_t* packed, int64_t rows, int threads) {
-  if (rows * p.outputs * p.inputs < 2 * kProductsPerThread) threads = 1;
+  if ((rows + kReading) * p.outputs * p.inputs < 2 * kWorkPerThread) threads = 1;
+  if (rows <= kSideRows && kSide > 1) return rows ? side_by_side<F>(p, packed, rows, threads) : void();
   if (rows <= F::kInRegisters) return in_registers<F>(p, packed, rows, threads);
   in_cache<F>(p, packed, rows, threads);
 }

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from pagemill_kernels.interface import AttentionSpec, Kernels, Linear
 from pagemill_kernels.linear import LinearFactory
+from pagemill_kernels.reference import TorchKernels
 from pagemill_worker.models.config import CacheDescription
 from pagemill_worker.models.description import DecoderConfig
 from pagemill_worker.models.rotary import RopeConfig, rotary_tables
@@ -53,6 +54,9 @@ class DecoderModel:
         cache: what one token's keys and values take.
         vocab_size: columns of the logits.
         linear_name: what computes the matrix products.
+
+    Args:
+        kernels: what norms the last hidden states; plain torch by default.
     """
 
     def __init__(
@@ -63,8 +67,10 @@ class DecoderModel:
         dtype: torch.dtype,
         device: torch.device,
         make: LinearFactory | None = None,
+        kernels: Kernels[Any] | None = None,
     ) -> None:
         c = config
+        self._kernels = kernels or TorchKernels()
         self.config = config
         self.vocab_size = c.vocab_size
         self.cache = CacheDescription(len(c.layers), c.num_kv_heads, c.head_dim)
@@ -133,9 +139,7 @@ class DecoderModel:
 
     def final(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] after the final norm, of rows that ``forward`` returned: transformers' last hidden state."""
-        return functional.rms_norm(
-            hidden.to(self._norm.dtype), (self.config.hidden_size,), self._norm, self.config.rms_norm_eps
-        ).to(hidden.dtype)
+        return self._kernels.rms_norm(hidden, self._norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab_size] float32 logits of [R, hidden_size] rows that ``forward`` returned."""

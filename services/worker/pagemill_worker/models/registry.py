@@ -64,7 +64,7 @@ def load_model(
                 "--quantization gguf needs a model from a GGUF file that stores matrices in blocks of few bits; "
                 "for others there is --quantization int8"
             )
-        return DecoderModel(describe(config), weights, max_model_len, dtype, device, make)
+        return DecoderModel(describe(config), weights, max_model_len, dtype, device, make, kernels)
     if quantization == "gguf":
         raise ConfigurationError(
             f"--quantization gguf: architecture {', '.join(map(str, architectures))} does not run on blocks; those "
