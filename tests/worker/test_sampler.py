@@ -65,6 +65,26 @@ def test_greedy_rows_take_the_largest() -> None:
     assert draw(logits, [SamplingParams(temperature=0.0)] * 5).token_ids.tolist() == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("size", [1, 511, 512, 1024, 1500, 49152])
+def test_the_largest_is_the_first_of_equals_wherever_it_stands(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randint(-3, 3, (40, size), generator=generator).float()
+    logits[torch.arange(20), torch.randint(size, (20,), generator=generator)] = 4.0
+    logits[0, -1], logits[1], logits[2], logits[2, -1] = 5.0, -torch.inf, -torch.inf, -7.0
+    best, chosen = sampler.largest(logits)
+    assert torch.equal(best, logits.amax(-1))
+    assert chosen.tolist() == [int((row == row.max()).nonzero()[0]) for row in logits]
+
+
+@pytest.mark.parametrize("column", [0, 700, 1499])
+def test_the_largest_is_nan_where_there_is_one(column: int) -> None:
+    logits = torch.zeros(3, 1500)
+    logits[1, column], logits[1, 600], logits[2] = torch.nan, torch.inf, torch.nan
+    best, chosen = sampler.largest(logits)
+    assert best.isnan().tolist() == [False, True, True]
+    assert ((chosen >= 0) & (chosen < 1500)).all()
+
+
 @pytest.mark.parametrize(
     "tiny",
     [

@@ -107,18 +107,32 @@ template <class C> INLINE void prefetch(const C* p, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / sizeof(C)) __builtin_prefetch(p + i, 0, 2);
 }
 
-// scores[m][t] = query m times key t, for M query heads of one key head. Lanes beyond count hold minus infinity. The
-// next tile's keys are fetched meanwhile, as many as there are ahead: the blocks of a sequence lie anywhere in memory.
-template <int M, class C>
-INLINE void decode_scores(const float* query, int64_t dim, const C* const* keys, const C* const* ahead, int64_t at,
+// Keys of the tile that this thread computes next. They are fetched while this one is computed, equally many for each of
+// its keys: the blocks of a sequence lie anywhere in memory.
+template <class C> struct Ahead {
+  const C* keys[kTile];
+  int64_t count, each;
+
+  void fetch(int64_t t, int64_t at, int64_t elements) const {
+    const int64_t end = (t + 1) * each < count ? (t + 1) * each : count;
+    for (int64_t i = t * each; i < end; ++i) prefetch(keys[i] + at, elements);
+  }
+};
+
+// scores[m][t] = query m times key t, for M query heads of one key head. Lanes beyond count hold minus infinity. D: the
+// head's size, where it is known, so that queries stay in registers.
+template <int M, int D, class C>
+INLINE void decode_scores(const float* query, int64_t size, const C* const* keys, const Ahead<C>& ahead, int64_t at,
                           int64_t count, float* scores) {
+  const int64_t dim = D ? D : size;
   for (int64_t first = 0; first < count; first += LANES) {
     const int64_t n = count - first < LANES ? count - first : LANES;
     vf products[M][LANES];
     for (int64_t t = 0; t < n; ++t) {
       const C* key = keys[first + t] + at;
-      prefetch(ahead[first + t] + at, dim);
+      ahead.fetch(first + t, at, dim);
       vf sums[M] = {};
+#pragma GCC unroll 4
       for (int64_t d = 0; d < dim; d += LANES) {
         const vf k = load(key + d);
         for (int m = 0; m < M; ++m) sums[m] += load(query + m * dim + d) * k;
@@ -136,7 +150,7 @@ INLINE void decode_scores(const float* query, int64_t dim, const C* const* keys,
 // output[m] = output[m] * factors[m] + sum over t of weights[m][t] * value t, for the N vectors of the output from `from`
 // on.
 template <int M, int N, class C>
-INLINE void decode_values(const float* weights, const float* factors, const C* const* keys, const C* const* ahead,
+INLINE void decode_values(const float* weights, const float* factors, const C* const* keys, const Ahead<C>& ahead,
                           int64_t at, int64_t from, int64_t count, int64_t dim, float* output) {
   output += from;
   vf sums[M][N];
@@ -144,7 +158,7 @@ INLINE void decode_values(const float* weights, const float* factors, const C* c
     for (int n = 0; n < N; ++n) sums[m][n] = load(output + m * dim + n * LANES) * factors[m];
   for (int64_t t = 0; t < count; ++t) {
     const C* value = keys[t] + at + from;
-    prefetch(ahead[t] + at + from, N * LANES);
+    ahead.fetch(t, at + from, N * LANES);
     const float unit = unit_of(keys[t] + at, dim);
     vf v[N];
     for (int n = 0; n < N; ++n) v[n] = load(value + n * LANES);
@@ -158,12 +172,13 @@ INLINE void decode_values(const float* weights, const float* factors, const C* c
 }
 
 template <int M, class C>
-void decode_heads(const Attention& a, const float* query, const C* const* keys, const C* const* ahead, int64_t at,
+void decode_heads(const Attention& a, const float* query, const C* const* keys, const Ahead<C>& ahead, int64_t at,
                   int64_t values, int64_t count, float* output, float* most, float* total) {
   const int64_t dim = a.batch.head_dim;
   alignas(64) float scores[M * kTile];
   float factors[M];
-  decode_scores<M>(query, dim, keys, ahead, at, count, scores);
+  if (dim == 64) decode_scores<M, 64>(query, dim, keys, ahead, at, count, scores);
+  else decode_scores<M, 0>(query, dim, keys, ahead, at, count, scores);
   const int64_t padded = (count + LANES - 1) / LANES * LANES;
   for (int m = 0; m < M; ++m) {
     float* row = scores + m * kTile;
@@ -203,28 +218,29 @@ template <class C> void decode(const Attention& a, const Item& item, const Item*
   read_query(a, item.first, first_head, heads * dim, query);
   memset(output, 0, heads * dim * sizeof(float));
   for (int64_t i = 0; i < heads; ++i) most[i] = -kInfinity, total[i] = 0;
-  const C* tiles[2][kTile];
+  Ahead<C> tiles[2];
   // Cut at the same positions whatever the window.
   auto length = [&](int64_t begin) {
     const int64_t whole = kTile - begin % kTile, left = item.key_end - begin;
     return whole < left ? whole : left;
   };
   int64_t next_count = length(item.key_begin);
-  locate(a, item.row, item.key_begin, next_count, tiles[0]);
+  locate(a, item.row, item.key_begin, next_count, tiles[0].keys);
   int now = 0;
   for (int64_t begin = item.key_begin; begin < item.key_end; now ^= 1) {
     const int64_t count = next_count;
-    const C **keys = tiles[now], **ahead = tiles[now ^ 1];
+    const C** keys = tiles[now].keys;
+    Ahead<C>& ahead = tiles[now ^ 1];
     next_count = length(begin + count);
-    int64_t fetched = next_count;
+    ahead.count = next_count;
     if (next_count) {
-      locate(a, item.row, begin + count, next_count, ahead);
+      locate(a, item.row, begin + count, next_count, ahead.keys);
     } else if (following) {
-      fetched = following->key_end - following->key_begin;
-      if (fetched > count) fetched = count;
-      locate(a, following->row, following->key_begin, fetched, ahead);
+      const int64_t whole = kTile - following->key_begin % kTile, left = following->key_end - following->key_begin;
+      ahead.count = whole < left ? whole : left;
+      locate(a, following->row, following->key_begin, ahead.count, ahead.keys);
     }
-    for (int64_t i = fetched; i < count; ++i) ahead[i] = keys[i];  // nothing to fetch
+    ahead.each = (ahead.count + count - 1) / count;
     for (int64_t i = 0; i < heads;) {
       const int64_t at = (item.head_begin + i / group) * a.batch.entry();
       const int64_t left = group - i % group;
@@ -382,7 +398,7 @@ template <class C> void attend(const Attention& a, const Item& item, const Item*
   item.single ? decode<C>(a, item, following, scratch) : chunk<C>(a, item, scratch);
 }
 
-// following: what is likely to be computed next, here or on another thread; null for none.
+// following: what this thread computes next; null for none.
 void run(const Attention& a, const Item& item, const Item* following, float* scratch) {
   switch (a.batch.cache_dtype) {
     case kFloat32: return attend<float>(a, item, following, scratch);
@@ -476,10 +492,8 @@ EXPORT void pm_attention(void* workspace, const Batch* batch, const void* query,
   const int64_t panel_scratch = kPanelRows * (2 * b.head_dim + kTile) + b.head_dim + wide;
   const int64_t scratch = ((decode_scratch > panel_scratch ? decode_scratch : panel_scratch) + 63) / 64 * 64;
   w.scratch.resize(scratch * threads);
-  for_each(threads, (int64_t)w.items.size(),
-           [&](int64_t i, int thread) {
-             const Item* following = i + 1 < (int64_t)w.items.size() ? &w.items[i + 1] : nullptr;
-             run(a, w.items[i], following, w.scratch.data() + thread * scratch);
-           });
+  for_each_ahead(threads, (int64_t)w.items.size(), [&](int64_t i, int64_t following, int thread) {
+    run(a, w.items[i], following < 0 ? nullptr : &w.items[following], w.scratch.data() + thread * scratch);
+  });
   for (const Merge& m : w.merges) merge(a, m, w.scratch.data());
 }

@@ -45,7 +45,8 @@ INLINE vi dot(vi sums, int8x8_t w, int16_t x) {
 }
 #endif
 
-constexpr int64_t kAhead = 2048;  // bytes that are fetched ahead
+constexpr int64_t kAhead = 2048;         // bytes that are fetched ahead
+constexpr int64_t kQuantised = 1 << 15;  // inputs of which fewer are brought to 8 bits sooner than another thread helps
 
 INLINE int64_t groups_of(int64_t inputs) { return (inputs + kGroup - 1) / kGroup; }
 
@@ -79,6 +80,21 @@ template <int M> void tile(const Product& p, int64_t index, int64_t row, Ahead a
 #pragma GCC unroll 4
       for (int n = 0; n < kVectors; ++n) sums[m][n] = dot(sums[m][n], w[n], group);
     }
+  }
+  if (column + kColumns <= p.outputs) {  // the same as below, with sums that stay in registers
+#pragma GCC unroll 4
+    for (int n = 0; n < kVectors; ++n) {
+      const int64_t first = column + n * LANES;
+      const vf scales = load(p.scales + first), bias = p.bias ? load(p.bias + first) : vf{};
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        const int64_t at = (row + m) * p.outputs + first;
+        vf sum = __builtin_convertvector(sums[m][n], vf) * (scales * p.x_scales[row + m]) + bias;
+        if (p.added) sum += load(p.added + at);
+        store(p.out + at, sum);
+      }
+    }
+    return;
   }
   for (int n = 0; n < kVectors; ++n) {
     const vf scales = load(p.scales + column + n * LANES);
@@ -150,7 +166,7 @@ EXPORT void pm_int8_linear(const float* x, int64_t x_stride, int64_t rows, int64
   const int64_t groups = groups_of(inputs);
   auto x_scales = static_cast<float*>(workspace);
   auto inputs8 = reinterpret_cast<input_t*>(x_scales + rows);
-  for_each(rows * inputs < 1 << 18 ? 1 : threads, rows, [&](int64_t row, int) {
+  for_each(rows * inputs < kQuantised ? 1 : threads, rows, [&](int64_t row, int) {
     quantise(x + row * x_stride, inputs, inputs8 + row * groups * kGroup, x_scales + row);
   });
   const Product p{inputs8, x_scales, outputs, groups, packed, scales, bias, added, shifts, out};

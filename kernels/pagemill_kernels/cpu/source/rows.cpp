@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int64_t kElementsPerThread = 1 << 16;  // fewer are done sooner than another thread wakes
+constexpr int64_t kElementsPerThread = 1 << 14;  // fewer are done sooner than another thread takes its share
 
 template <class T> INLINE void norm_row(const T* from, const T* weight, T* to, int64_t size, float eps) {
   vf squares = {};
