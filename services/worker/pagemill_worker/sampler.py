@@ -145,7 +145,7 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
         best, chosen = logits.max(-1)
         return best, chosen
     # On a CPU the column costs ten times as much as the number: it is looked for where the number was found.
-    parts = logits[:, :whole].unflatten(1, (-1, PEAK))
+    parts = logits[:, :whole].view(count, -1, PEAK)
     best, part = parts.amax(-1).max(-1)
     chosen = part * PEAK + parts[torch.arange(count), part].max(-1).indices
     if whole < vocab_size:
