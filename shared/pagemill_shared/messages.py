@@ -12,7 +12,8 @@ from typing import Annotated
 
 import numpy as np
 
-from pagemill_shared.records import Packed, PackedSequence, Record
+from pagemill_shared.message import Record
+from pagemill_shared.records import Packed, PackedSequence
 from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.schema import (
     MAX_MESSAGE_BYTES,

@@ -13,11 +13,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import itemgetter, le
-from typing import Any
+from operator import itemgetter
+from typing import Any, ClassVar
 
 from pagemill_shared.errors import ProtocolError
-from pagemill_shared.schema import Bool, Float, Float32s, Int, Int32s, Kind, Message, Optional, getter, layout_of
+from pagemill_shared.message import Record
+from pagemill_shared.schema import Bool, Float, Float32s, Int, Int32s, Kind, Optional, getter, layout_of
 
 Parts = tuple[Any, ...]
 _ITEM_BYTES = 4
@@ -27,20 +28,14 @@ Inserted = list[tuple[int, Sequence[Any]]]
 Checked = tuple[Heads, list[Any], Inserted]
 
 
-class Record(Message):
-    """A message that is packed as a whole. One that came from the wire keeps its parts, to be sent on as they are."""
-
-    __slots__ = ("_parts",)
-
-
 class RecordLayout:
     """How the records of one class are packed."""
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
         self._names: list[str] = []
-        self._lows: list[float] = []
-        self._highs: list[float] = []
+        self._lows: list[Any] = []  # whole numbers and others: compiled, a list of float would hold none but those
+        self._highs: list[Any] = []
         # By place in the head: what is not there as it is.
         self._switches: list[int] = []
         self._optional: list[tuple[int, int]] = []  # ..., the number that stands for None
@@ -69,7 +64,7 @@ class RecordLayout:
         self._num_own = 1 + len(self._sections) + bool(self._others)
         self.num_parts: int = self._num_own + sum(layout.num_parts for _, layout in self._nested)
 
-    def _add_to_head(self, kind: Kind) -> tuple[float, float] | None:
+    def _add_to_head(self, kind: Kind) -> tuple[Any, Any] | None:
         """The bounds of what stands in the head for a field; None if it has no place there."""
         at = len(self._names)
         match kind:
@@ -143,12 +138,14 @@ class RecordLayout:
             raise ProtocolError(f"{len(heads)} records are more than {max_items}")
         lows, highs = self._lows, self._highs
         for head in heads:
-            if not (all(map(le, lows, head)) and all(map(le, head, highs))):  # also refuses NaN
-                raise self._blamed(head)
+            for at, value in enumerate(head):
+                if not lows[at] <= value <= highs[at]:  # also refuses NaN
+                    raise self._blamed(head)
         sections = [kind.unpack(raw) for kind, raw in zip(self._sections, parts[1:], strict=False)]
         lengths = [0] * len(sections)
         for at, _, section, _ in self._arrays:
-            lengths[section] += sum(map(itemgetter(at), heads))
+            for head in heads:
+                lengths[section] += head[at]
         if lengths != [len(section) for section in sections]:
             raise ProtocolError(f"arrays of {lengths} items in sections of {[len(section) for section in sections]}")
         return Records(self, parts, (heads, sections, self._check_inserted(parts, len(heads))))
@@ -247,13 +244,14 @@ class Rows(_MadeLate):
         return len(self.rows)
 
     def _make(self) -> Iterator[Any]:
-        return (self.cls(*row) for row in self.rows)
+        for row in self.rows:
+            yield self.cls(*row)
 
 
 class Packed(Kind):
     """One record."""
 
-    as_is = False
+    as_is: ClassVar[bool] = False
 
     def __init__(self, cls: type[Record]) -> None:
         self.layout = RecordLayout(cls)
@@ -273,7 +271,7 @@ class Packed(Kind):
 class PackedSequence(Kind):
     """Any number of records."""
 
-    as_is = False
+    as_is: ClassVar[bool] = False
 
     def __init__(self, cls: type[Record], max_items: int) -> None:
         self.layout, self.max_items = RecordLayout(cls), max_items

@@ -13,7 +13,7 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from pagemill_shared.records import Record
+from pagemill_shared.message import Record
 from pagemill_shared.schema import Bool, Float, Float32Array, Float32s, Int, Int32Array, Int32s, Optional, Text
 
 MAX_SEED = 2**63 - 1

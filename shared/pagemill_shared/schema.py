@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
 from pagemill_shared.errors import ProtocolError
+from pagemill_shared.message import Message as Message
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -35,7 +36,7 @@ class Kind:
         as_is: ``pack`` changes nothing and need not be called.
     """
 
-    as_is = True
+    as_is: ClassVar[bool] = True
 
     def pack(self, value: Any) -> Any:
         return value
@@ -102,9 +103,9 @@ class Binary(Kind):
 class _PackedArray(Kind):
     """A C-contiguous array in one bin field; ``columns`` > 1 makes it two-dimensional."""
 
-    wire: np.dtype[Any]
-    native: type
-    as_is = False
+    wire: ClassVar[np.dtype[Any]]
+    native: ClassVar[type]
+    as_is: ClassVar[bool] = False
 
     def __init__(self, max_items: int, columns: int = 1, low: float | None = None) -> None:
         self.max_items, self.columns, self.low = max_items, columns, low
@@ -147,17 +148,20 @@ class _PackedArray(Kind):
 
 
 class Int32s(_PackedArray):
-    wire, native = _WIRE_INT32, np.int32
+    wire: ClassVar[np.dtype[Any]] = _WIRE_INT32
+    native: ClassVar[type] = np.int32
 
 
 class Float32s(_PackedArray):
-    wire, native = _WIRE_FLOAT32, np.float32
+    wire: ClassVar[np.dtype[Any]] = _WIRE_FLOAT32
+    native: ClassVar[type] = np.float32
 
 
 class Optional(Kind):
+    as_is: ClassVar[bool] = False
+
     def __init__(self, inner: Kind) -> None:
         self.inner = inner
-        self.as_is = inner.as_is
 
     def pack(self, value: Any) -> Any:
         return None if value is None else self.inner.pack(value)
@@ -167,7 +171,7 @@ class Optional(Kind):
 
 
 class Tuple(Kind):
-    as_is = False
+    as_is: ClassVar[bool] = False
 
     def __init__(self, inner: Kind, max_items: int) -> None:
         self.inner, self.max_items = inner, max_items
@@ -190,7 +194,7 @@ class Nested(Kind):
         usual: the value that stands there most often, which is packed only once.
     """
 
-    as_is = False
+    as_is: ClassVar[bool] = False
 
     def __init__(self, cls: type, usual: Any = None) -> None:
         self.cls = cls
@@ -266,27 +270,6 @@ def _blamed(cls: type, layout: Layout, raw: list[Any]) -> ProtocolError:
         except ProtocolError as error:
             return ProtocolError(f"{cls.__name__}.{name}: {error.reason}")
     raise AssertionError(f"{cls.__name__}: no field is wrong")
-
-
-class Message:
-    """Base of wire messages and of the dataclasses nested in them: equality that understands arrays."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))  # type: ignore[arg-type]
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
 
 
 M = TypeVar("M", bound=Message)

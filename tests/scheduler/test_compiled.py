@@ -26,6 +26,14 @@ for name in sys.argv[1:]:
     if os.waitpid(child, 0)[1]:
         sys.exit(f"{name} cannot be imported first")
 """
+TEST_THE_CODEC = """
+import sys
+import pagemill_scheduler
+import pytest
+if code := pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]):
+    sys.exit(int(code))
+print(sys.modules["pagemill_shared.codec"].__file__)
+"""
 
 
 def python(*arguments: str | Path, **environment: str) -> str:
@@ -58,7 +66,7 @@ def test_a_build_is_used_until_a_source_changes(tree: Path, changed: str) -> Non
     assert folder_in_use(tree) == str(package)
     built = package / "_compiled" / compiled.build_folder().name
     built.mkdir(parents=True)
-    assert folder_in_use(tree) == str(built)
+    assert folder_in_use(tree) == str(built / package.name)
     with (tree / changed).open("a", encoding="utf-8") as file:
         file.write("# changed\n")
     assert folder_in_use(tree) == str(package)
@@ -70,7 +78,7 @@ def test_it_can_be_switched_off(tree: Path, value: str) -> None:
     built = package / "_compiled" / compiled.build_folder().name
     built.mkdir(parents=True)
     assert folder_in_use(tree, **{compiled.SWITCH: value}) == str(package)
-    assert folder_in_use(tree, **{compiled.SWITCH: ""}) == str(built)
+    assert folder_in_use(tree, **{compiled.SWITCH: ""}) == str(built / package.name)
 
 
 def test_a_build_for_another_python_is_not_used(tree: Path) -> None:
@@ -98,6 +106,19 @@ def test_every_module_can_be_imported_first() -> None:
     python("-c", IMPORT_EACH, *(path.stem for path in compiled.sources()))
 
 
+@needs_build
+@pytest.mark.parametrize(("first", "ending"), [("", ".so\n"), ("import pagemill_shared.schema\n", ".py\n")])
+def test_the_codec_is_compiled_unless_a_part_of_it_runs_as_python(first: str, ending: str) -> None:
+    script = first + "import pagemill_scheduler.core, pagemill_shared.codec; print(pagemill_shared.codec.__file__)"
+    assert python("-c", script).endswith(ending)
+
+
+@needs_build
+def test_the_codec_passes_its_tests_compiled() -> None:
+    files = [str(HERE.parent / "shared" / f"test_{name}.py") for name in ("codec", "numbering", "records")]
+    assert python("-c", TEST_THE_CODEC, *files).endswith(".so\n")
+
+
 @pytest.mark.skipif(not compiled.in_use(), reason="nothing was skipped for being compiled")
 def test_what_replaces_functions_of_the_core_passes_on_plain_python() -> None:
     files = [HERE / "test_fresh.py", HERE / "test_prefix_names.py"]
@@ -116,8 +137,12 @@ def test_the_long_run_of_random_events_passes_on_plain_python() -> None:
 def test_the_sources_compile(tmp_path: Path) -> None:
     folder = build.build(tmp_path)
     assert list(tmp_path.iterdir()) == [folder] == [compiled.build_folder(tmp_path)]
-    modules = {path.name.partition(".")[0] for path in folder.iterdir()}
-    assert modules == {path.stem for path in compiled.sources()} | {"_core__mypyc"}
+    assert modules(folder / compiled.SOURCES.name) == {path.stem for path in compiled.sources()} | {"_core__mypyc"}
+    assert modules(folder / compiled.SHARED.name) == {*compiled.WIRE, "_wire__mypyc"}
+
+
+def modules(folder: Path) -> set[str]:
+    return {path.name.partition(".")[0] for path in folder.iterdir()}
 
 
 def test_what_is_missing_is_named(

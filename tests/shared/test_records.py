@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from pagemill_testing.wire import values
 
 from pagemill_shared.errors import ProtocolError
-from pagemill_shared.records import Packed, PackedSequence, Record, Rows
+from pagemill_shared.message import Record
+from pagemill_shared.records import Packed, PackedSequence, Rows
 from pagemill_shared.schema import Bool, Float, Float32s, Int, Int32s, Optional, Text
 
 ROOM = 4

@@ -1,4 +1,4 @@
-"""Compiles the scheduler's core with mypyc.
+"""Compiles the scheduler's core with mypyc, and what encodes and decodes its messages.
 
     python -m pagemill_scheduler.build
 
@@ -16,23 +16,23 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pagemill_scheduler.compiled import BUILDS, SHARED, SOURCES, build_folder, python_tag, sources
+from pagemill_scheduler.compiled import BUILDS, SHARED, SOURCES, WIRE, build_folder, python_tag, sources
 
 COMPILE_SECONDS = 1800.0
 
-# Run by a process of its own, in a folder that holds a copy of the sources. The name of the group makes the one library
-# that holds all the code a module of the package.
+# Run by a process of its own, in a folder that holds a copy of the sources. The name of a group makes the one library
+# that holds all its code a module of the package. The core is a group of its own, so that it also runs with the other
+# one as Python.
 SETUP = """
 import sys
 from mypyc.build import mypycify
 from setuptools import setup
 
-modules = mypycify(
-    ["--config-file=", "--ignore-missing-imports", *sys.argv[2:]],
-    opt_level="3",
-    debug_level="0",
-    group_name="pagemill_scheduler._core",
-)
+modules = []
+for group in sys.argv[2:]:
+    name, *files = group.split()
+    options = ["--config-file=", "--ignore-missing-imports", *files]
+    modules += mypycify(options, opt_level="3", debug_level="0", group_name=name)
 setup(name="core", packages=[], ext_modules=modules, script_args=["-q", "build_ext", "--build-lib", sys.argv[1]])
 """
 
@@ -63,15 +63,16 @@ def build(builds: Path = BUILDS) -> Path:
             _compile(folder)
             for old in builds.glob(f"{python_tag()}-*"):
                 shutil.rmtree(old)
-            os.replace(folder / "built" / SOURCES.name, destination)
+            os.replace(folder / "built", destination)
     except OSError as error:
         raise BuildError(f"{builds} cannot be written: {error}") from None
     return destination
 
 
 def _compile(folder: Path) -> None:
-    files = [f"{SOURCES.name}/{path.name}" for path in sources()]
-    command = [sys.executable, "-P", "-c", SETUP, "built", *files]
+    wire = " ".join([f"{SHARED.name}._wire", *(f"{SHARED.name}/{name}.py" for name in WIRE)])
+    core = " ".join([f"{SOURCES.name}._core", *(f"{SOURCES.name}/{path.name}" for path in sources())])
+    command = [sys.executable, "-P", "-c", SETUP, "built", wire, core]
     try:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS

@@ -3,6 +3,9 @@
 ``python -m pagemill_scheduler.build`` leaves the compiled form in a folder that is named after the sources and the
 Python that it was compiled for. Where there is such a folder it comes first in the package's path; with a source that
 has changed since, there is none, and plain Python runs.
+
+The scheduler's process also encodes and decodes with compiled modules of the shared package. Gateways and workers,
+which do not import this package, always run those as Python.
 """
 
 from __future__ import annotations
@@ -26,8 +29,12 @@ PLAIN = frozenset({"__init__", "app", "build", "collector", "compiled", "shell"}
 """Modules that stay Python: they carry, and wait for others."""
 
 
+WIRE = ("codec", "numbering", "records", "schema")
+"""Modules of the shared package that are compiled, too."""
+
+
 def sources(package: Path = SOURCES) -> list[Path]:
-    """What is compiled."""
+    """What of the core is compiled."""
     return [path for path in sorted(package.glob("*.py")) if path.stem not in PLAIN]
 
 
@@ -50,11 +57,17 @@ def build_folder(builds: Path = BUILDS) -> Path:
 
 
 def prefer(package_path: list[str]) -> None:
-    """Puts the compiled form first in the path of the package, if there is one and it is not switched off."""
+    """Puts the compiled form first in the path of the package, if there is one and it is not switched off.
+
+    And in that of the shared package; but if one of its modules has been imported as Python, all stay so, because
+    compiled ones know each other's insides.
+    """
     if os.environ.get(SWITCH, "").lower() in ("0", "false", "f", "no", "n", "off"):
         return
     if BUILDS.is_dir() and (folder := build_folder()).is_dir():
-        package_path.insert(0, str(folder))
+        package_path.insert(0, str(folder / SOURCES.name))
+        if not any(f"{SHARED.name}.{name}" in sys.modules for name in WIRE):
+            pagemill_shared.__path__.insert(0, str(folder / SHARED.name))
 
 
 def in_use() -> bool:
