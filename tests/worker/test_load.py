@@ -30,6 +30,7 @@ from pagemill_worker.forward import HostForward, ResidentForward
 from pagemill_worker.load import load_worker
 from pagemill_worker.models.decoder import DecoderModel
 from pagemill_worker.models.registry import load_model
+from pagemill_worker.models.weights import weights_bytes
 
 REFERENCE = tiny_llama()
 
@@ -250,6 +251,17 @@ def test_weights_that_do_not_fit_are_refused(
     monkeypatch.setattr(load, "load_model", too_large)
     with pytest.raises(ConfigurationError, match=r"the weights of .* GiB as float32.*\) do not fit into \d+\.\d+ GiB"):
         load_worker(settings(source, tmp_path), Reports())
+
+
+def test_matrices_in_16_bits_are_counted_so_where_they_stay_so(tmp_path: Path) -> None:
+    model = tiny_llama().to(torch.bfloat16)
+    folder = save(model, tmp_path)
+    parameters = dict(model.named_parameters())
+    halves = sum(p.numel() for name, p in parameters.items() if p.dim() == 2 and "embed" not in name)
+    elements = sum(p.numel() for p in parameters.values())
+    assert weights_bytes(folder, torch.float32) == 4 * elements
+    assert weights_bytes(folder, torch.float32, True) == 4 * elements - 2 * halves
+    assert weights_bytes(save(tiny_llama(), tmp_path), torch.float32, True) == 4 * elements
 
 
 @pytest.mark.parametrize(("quantization", "asked"), [("none", 4), ("int8", 1)])

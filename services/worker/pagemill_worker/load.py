@@ -101,7 +101,8 @@ def _model(
 ) -> Model:
     """Refused before it is read where it cannot fit: a system that promises more memory than it has would end the
     process in the middle."""
-    asked, free = weights_bytes(folder, dtype), memory.free_memory(device)
+    is_narrow = settings.quantization == "none" and kernels.narrow_linear(dtype) is not None
+    asked, free = weights_bytes(folder, dtype, is_narrow), memory.free_memory(device)
     if settings.quantization != "none":
         asked //= dtype.itemsize
     too_large = ConfigurationError(

@@ -14,6 +14,7 @@ namespace {
 
 enum Kind : int32_t { kBFloat16Pairs = 0, kHalves = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4 };
 
+constexpr int64_t kAhead = 4096;  // bytes that are fetched ahead
 constexpr int64_t kChunk = 256;   // inputs of a part of a panel, which then takes 32 KiB at most
 constexpr int kHeight = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;  // rows at a time
 constexpr int kSide = LANES == 16 ? 2 : 1;  // panels at a time at kSideRows or fewer: sums enough to hide their latency
@@ -24,10 +25,9 @@ constexpr int64_t kManyRows = int64_t(1) << 62;
 
 // How weights are stored. A panel is groups of kInputs inputs, one below the other. A group has kHead bytes of scales for
 // each output, and then kWords words of each, every one in a row of kColumns; a word of kWordBytes has equally many inputs.
-// kInRegisters, and how far weights are fetched ahead and into which cache (3 the first, 2 the second): measured.
+// kInRegisters: measured.
 struct Plain {
   static constexpr int64_t kInputs = 1, kHead = 0, kWords = 1, kWordBytes = 4;
-  static constexpr int64_t kAhead = 2048, kLevel = 3;
   struct Scale {};
   typedef vf Word;
   INLINE Scale scale(const uint8_t*, int) { return {}; }
@@ -38,7 +38,6 @@ struct Plain {
 struct BFloat16Pairs {
   static constexpr int64_t kInputs = 2, kHead = 0, kWords = 1, kWordBytes = 4;
   static constexpr int64_t kInRegisters = LANES == 16 ? kManyRows : 12;
-  static constexpr int64_t kAhead = 4096, kLevel = 3;
   struct Scale {};
   typedef vu Word;
   INLINE Scale scale(const uint8_t*, int) { return {}; }
@@ -55,7 +54,6 @@ struct BFloat16Pairs {
 struct Halves {
   static constexpr int64_t kInputs = 1, kHead = 0, kWords = 1, kWordBytes = 2;
   static constexpr int64_t kInRegisters = LANES == 16 ? kManyRows : 12;
-  static constexpr int64_t kAhead = 4096, kLevel = 3;
   struct Scale {};
   typedef vf Word;
   INLINE Scale scale(const uint8_t*, int) { return {}; }
@@ -78,7 +76,6 @@ INLINE void pack_scales(const uint8_t* block, int64_t bytes, uint8_t* group, int
 template <bool Least> struct Nibbles {
   static constexpr int64_t kInputs = 32, kHead = Least ? 4 : 2, kWords = 4, kWordBytes = 4;
   static constexpr int64_t kInRegisters = LANES == 16 ? 64 : 12;
-  static constexpr int64_t kAhead = 16384, kLevel = 2;
   struct Scale { vf d, m; };
   typedef vi Word;
   INLINE Scale scale(const uint8_t* group, int n) {
@@ -112,7 +109,6 @@ template <bool Least> struct Nibbles {
 struct Bytes {
   static constexpr int64_t kInputs = 32, kHead = 2, kWords = 32, kWordBytes = 1;
   static constexpr int64_t kInRegisters = LANES == 16 ? 64 : 12;
-  static constexpr int64_t kAhead = 4096, kLevel = 3;
   struct Scale { vf d; };
   typedef vf Word;
   INLINE Scale scale(const uint8_t* group, int n) { return {load((const half_t*)group + n * LANES)}; }
@@ -186,13 +182,15 @@ void tile(const Product& p, const uint8_t* panel, int64_t stride, int64_t column
       for (int n = 0; n < kAll; ++n) sums[m][n] += factor * weights[n];
     }
   };
+  const int64_t turn = P > 1 ? (stride - kAhead) / kGroupBytes<F> * F::kInputs : 0;
   int64_t k = 0;
   for (; k + F::kInputs <= count; k += F::kInputs, panel += kGroupBytes<F>) {
-    const uint8_t* ahead = panel + F::kAhead;
+    // Behind the end of panels side by side come those that are computed next, one beyond the other.
+    const uint8_t* ahead = panel + kAhead + (P > 1 && k >= turn ? (P - 1) * stride : 0);
     for (int side = 0; side < P; ++side, ahead += stride)
 #pragma GCC unroll 20
       for (int64_t i = 0; i < kGroupLines<F>; ++i) {
-        __builtin_prefetch(ahead + i * 64, 0, F::kLevel);
+        __builtin_prefetch(ahead + i * 64);
         if (P == 1) __builtin_prefetch(next.at, 0, 2), next.at += next.step;
       }
     each_input<F, P>(panel, stride, F::kInputs, [&](int64_t i, const vf* weights) __attribute__((always_inline)) {

@@ -18,17 +18,25 @@ from pagemill_shared.manifest import BLOCKS_NAME
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def weights_bytes(folder: Path, dtype: torch.dtype) -> int:
+def weights_bytes(folder: Path, dtype: torch.dtype, is_narrow: bool = False) -> int:
     """Bytes that the weights in ``folder`` take as ``dtype``.
+
+    Args:
+        is_narrow: matrices that are stored in 16 bits stay so, except embeddings.
 
     Raises:
         ConfigurationError: a file is not readable.
     """
-    elements = 0
+    size = 0
     for path in sorted(folder.glob("*.safetensors")):
         file = _open(path)
-        elements += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return elements * dtype.itemsize
+        for name in file.keys():  # noqa: SIM118
+            tensor = file.get_slice(name)
+            shape = tensor.get_shape()
+            stays = is_narrow and len(shape) == 2 and tensor.get_dtype() in ("BF16", "F16")
+            is_matrix = stays and not name.endswith("embed_tokens.weight")
+            size += math.prod(shape) * (2 if is_matrix else dtype.itemsize)
+    return size
 
 
 class Weights:
