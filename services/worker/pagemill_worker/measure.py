@@ -12,7 +12,7 @@ from pagemill_shared.sampling import SamplingParams
 from pagemill_worker.runner import Runner
 
 PREFILL_TOKENS = 128
-DECODE_ROWS = 16
+DECODE_ROWS = 32
 SWAP_BLOCKS = 16
 
 
