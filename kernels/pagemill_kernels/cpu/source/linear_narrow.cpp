@@ -6,8 +6,8 @@
 // at most 8 bits), so d * q + m is rounded once, in one instruction or two. Every output is one sum over the inputs in
 // ascending order, as pm_linear's: a row computes the same bits as there, in any batch.
 //
-// Weights become float32 anew for every kHeight rows. Where that would cost more than it saves, from kInRegisters rows on,
-// a part of a panel at a time becomes float32 in memory that stays in the nearest cache, and all rows pass over it.
+// With more rows than registers hold sums for, weights become float32 anew for every kHeight rows, or are left in memory
+// that stays in the nearest cache, a part of a panel at a time: what was measured to be faster.
 #include "panels.h"
 
 namespace {
@@ -19,13 +19,12 @@ constexpr int64_t kChunk = 256;   // inputs of a part of a panel, which then tak
 constexpr int kHeight = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;  // rows at a time
 constexpr int kSide = LANES == 16 ? 2 : 1;  // panels at a time at kSideRows or fewer: sums enough to hide their latency
 constexpr int64_t kSideRows = 4;
+enum Rest { kAnew, kByFirst, kBefore };  // for more rows: anew, left by the first ones, left before any
 constexpr int64_t kReading = 4;             // rows that cost as much as the weights' reading and becoming float32
 constexpr int64_t kWorkPerThread = 5 << 20;  // below which another thread does not pay
-constexpr int64_t kManyRows = int64_t(1) << 62;
 
 // How weights are stored. A panel is groups of kInputs inputs, one below the other. A group has kHead bytes of scales for
 // each output, and then kWords words of each, every one in a row of kColumns; a word of kWordBytes has equally many inputs.
-// kInRegisters: measured.
 struct Plain {
   static constexpr int64_t kInputs = 1, kHead = 0, kWords = 1, kWordBytes = 4;
   struct Scale {};
@@ -37,7 +36,7 @@ struct Plain {
 
 struct BFloat16Pairs {
   static constexpr int64_t kInputs = 2, kHead = 0, kWords = 1, kWordBytes = 4;
-  static constexpr int64_t kInRegisters = LANES == 16 ? kManyRows : 12;
+  static constexpr Rest kRest = LANES == 16 ? kAnew : kByFirst;
   struct Scale {};
   typedef vu Word;
   INLINE Scale scale(const uint8_t*, int) { return {}; }
@@ -53,7 +52,7 @@ struct BFloat16Pairs {
 
 struct Halves {
   static constexpr int64_t kInputs = 1, kHead = 0, kWords = 1, kWordBytes = 2;
-  static constexpr int64_t kInRegisters = LANES == 16 ? kManyRows : 12;
+  static constexpr Rest kRest = LANES == 16 ? kAnew : kByFirst;
   struct Scale {};
   typedef vf Word;
   INLINE Scale scale(const uint8_t*, int) { return {}; }
@@ -75,7 +74,7 @@ INLINE void pack_scales(const uint8_t* block, int64_t bytes, uint8_t* group, int
 // Weights of 4 bits: a word has eight of one output.
 template <bool Least> struct Nibbles {
   static constexpr int64_t kInputs = 32, kHead = Least ? 4 : 2, kWords = 4, kWordBytes = 4;
-  static constexpr int64_t kInRegisters = LANES == 16 ? 64 : 12;
+  static constexpr Rest kRest = LANES == 16 ? kByFirst : kBefore;
   struct Scale { vf d, m; };
   typedef vi Word;
   INLINE Scale scale(const uint8_t* group, int n) {
@@ -108,7 +107,7 @@ template <bool Least> struct Nibbles {
 
 struct Bytes {
   static constexpr int64_t kInputs = 32, kHead = 2, kWords = 32, kWordBytes = 1;
-  static constexpr int64_t kInRegisters = LANES == 16 ? 64 : 12;
+  static constexpr Rest kRest = kByFirst;
   struct Scale { vf d; };
   typedef vf Word;
   INLINE Scale scale(const uint8_t* group, int n) { return {load((const half_t*)group + n * LANES)}; }
@@ -162,10 +161,10 @@ struct Product {
 };
 
 // The products of M rows and P panels for `count` inputs from `first` on. Sums go on from those in `out` but for the
-// first of the inputs.
-template <class F, int P, int M>
+// first of the inputs. kept: where a panel's weights are left as [count, kColumns] float32, or null.
+template <class F, int P, bool Keep, int M>
 void tile(const Product& p, const uint8_t* panel, int64_t stride, int64_t column, int64_t row, int64_t first,
-          int64_t count, Ahead next) {
+          int64_t count, Ahead next, float* kept) {
   constexpr int kAll = P * kVectors;
   const float* x = p.x + row * p.x_stride + first;
   vf sums[M][kAll];
@@ -175,6 +174,9 @@ void tile(const Product& p, const uint8_t* panel, int64_t stride, int64_t column
       sums[m][n] = start ? load_part(start, column, p.outputs, n) : vf{};
     }
   auto add = [&](int64_t k, const vf* weights) __attribute__((always_inline)) {
+    if (Keep)
+#pragma GCC unroll 4
+      for (int n = 0; n < kVectors; ++n) store(kept + k * kColumns + n * LANES, weights[n]);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const vf factor = splat(x[m * p.x_stride + k]);
@@ -210,10 +212,11 @@ void tile(const Product& p, const uint8_t* panel, int64_t stride, int64_t column
     }
 }
 
-typedef void (*tile_fn)(const Product&, const uint8_t*, int64_t, int64_t, int64_t, int64_t, int64_t, Ahead);
-template <class F, int P, int N, int... M> struct Tiles : Tiles<F, P, N - 1, N, M...> {};
-template <class F, int P, int... M> struct Tiles<F, P, 0, M...> {
-  static constexpr tile_fn of[] = {tile<F, P, M>...};
+typedef void (*tile_fn)(const Product&, const uint8_t*, int64_t, int64_t, int64_t, int64_t, int64_t, Ahead,
+                        float*);
+template <class F, int P, bool Keep, int N, int... M> struct Tiles : Tiles<F, P, Keep, N - 1, N, M...> {};
+template <class F, int P, bool Keep, int... M> struct Tiles<F, P, Keep, 0, M...> {
+  static constexpr tile_fn of[] = {tile<F, P, Keep, M>...};
 };
 
 // `count` inputs of a panel as [count, kColumns] float32.
@@ -235,41 +238,47 @@ template <class F> void side_by_side(const Product& p, const uint8_t* packed, in
     for (int64_t set = item * group; set < end; ++set) {
       const int64_t panel = set * kSide;
       const bool are_all = panel + kSide <= panels;  // else one is left
-      const tile_fn run = are_all ? Tiles<F, kSide, kSideRows>::of[rows - 1] : Tiles<F, 1, kHeight>::of[rows - 1];
-      run(p, packed + panel * bytes, bytes, panel * kColumns, 0, 0, p.inputs, {(const char*)packed, 0});
+      const tile_fn run = are_all ? Tiles<F, kSide, false, kSideRows>::of[rows - 1]
+                                  : Tiles<F, 1, false, kHeight>::of[rows - 1];
+      run(p, packed + panel * bytes, bytes, panel * kColumns, 0, 0, p.inputs, {(const char*)packed, 0}, nullptr);
     }
   });
 }
 
-// Any number of rows, weights becoming float32 in registers.
+// Any number of rows, in registers alone.
 template <class F> void in_registers(const Product& p, const uint8_t* packed, int64_t rows, int threads) {
   const int64_t bytes = panel_bytes<F>(p.inputs), steps = bytes / kGroupBytes<F> * kGroupLines<F>;
   for_each_tile<kHeight>(threads, rows, p.outputs, p.inputs, p.inputs * sizeof(float), packed, bytes, steps,
                          [&](int64_t height, int64_t panel, int64_t row, Ahead ahead) {
-                           Tiles<F, 1, kHeight>::of[height - 1](p, packed + panel * bytes, 0, panel * kColumns, row, 0,
-                                                                p.inputs, ahead);
+                           Tiles<F, 1, false, kHeight>::of[height - 1](p, packed + panel * bytes, 0, panel * kColumns, row,
+                                                                       0, p.inputs, ahead, nullptr);
                          });
 }
 
-// All rows, a part of a panel becoming float32 at a time.
+// More rows than registers hold sums for.
 template <class F> void in_cache(const Product& p, const uint8_t* packed, int64_t rows, int threads) {
-  constexpr int64_t kBlockRows = 16 * kRows;
-  const int64_t panels = (p.outputs + kColumns - 1) / kColumns, blocks = (rows + kBlockRows - 1) / kBlockRows;
-  const int64_t bytes = panel_bytes<F>(p.inputs);
+  const int64_t most = kInputBytes / (p.inputs * (int64_t)sizeof(float)) / kHeight * kHeight;
+  const int64_t block_rows = most < 2 * kHeight ? 2 * kHeight : most, blocks = (rows + block_rows - 1) / block_rows;
+  const int64_t panels = (p.outputs + kColumns - 1) / kColumns, bytes = panel_bytes<F>(p.inputs);
   for_each(threads, panels * blocks, [&](int64_t item, int) {
     alignas(64) float wide[kChunk * kColumns];
-    const int64_t panel = item % panels, top = item / panels * kBlockRows;
-    const int64_t bottom = top + kBlockRows < rows ? top + kBlockRows : rows;
-    const int64_t tiles = (bottom - top + kRows - 1) / kRows, height = (bottom - top + tiles - 1) / tiles;
+    const int64_t panel = item % panels, top = item / panels * block_rows;
+    const int64_t bottom = top + block_rows < rows ? top + block_rows : rows;
+    const int64_t tiles = (bottom - top + kHeight - 1) / kHeight, height = (bottom - top + tiles - 1) / tiles;
     for (int64_t first = 0; first < p.inputs; first += kChunk) {
       const int64_t count = first + kChunk < p.inputs ? kChunk : p.inputs - first;
       const uint8_t* part = packed + panel * bytes + first / F::kInputs * kGroupBytes<F>;
-      widen<F>(part, count, wide);
-      const int64_t size = count / F::kInputs * kGroupBytes<F>;
-      for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(part + size + i);
-      for (int64_t row = top; row < bottom; row += height)
-        Tiles<Plain, 1, kRows>::of[(bottom - row < height ? bottom - row : height) - 1](
-            p, (const uint8_t*)wide, 0, panel * kColumns, row, first, count, {(const char*)packed, 0});
+      const int64_t size = count / F::kInputs * kGroupBytes<F>, steps = count * kGroupLines<Plain>;
+      Ahead ahead{(const char*)part + size, (size + tiles * steps - 1) / (tiles * steps)};
+      int64_t row = top;
+      if (F::kRest == kBefore)
+        widen<F>(part, count, wide);
+      else
+        Tiles<F, 1, true, kHeight>::of[height - 1](p, part, 0, panel * kColumns, top, first, count, {ahead.at, 0}, wide),
+            row += height;
+      for (; row < bottom; row += height, ahead.at += ahead.step * steps)
+        Tiles<Plain, 1, false, kHeight>::of[(bottom - row < height ? bottom - row : height) - 1](
+            p, (const uint8_t*)wide, 0, panel * kColumns, row, first, count, ahead, nullptr);
     }
   });
 }
@@ -277,7 +286,7 @@ template <class F> void in_cache(const Product& p, const uint8_t* packed, int64_
 template <class F> void multiply(const Product& p, const uint8_t* packed, int64_t rows, int threads) {
   if ((rows + kReading) * p.outputs * p.inputs < 2 * kWorkPerThread) threads = 1;
   if (rows <= kSideRows && kSide > 1) return rows ? side_by_side<F>(p, packed, rows, threads) : void();
-  if (rows <= F::kInRegisters) return in_registers<F>(p, packed, rows, threads);
+  if (rows <= kHeight || F::kRest == kAnew) return in_registers<F>(p, packed, rows, threads);
   in_cache<F>(p, packed, rows, threads);
 }
 
