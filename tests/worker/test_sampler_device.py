@@ -16,6 +16,7 @@ from pagemill_shared.sampling import SamplingParams
 from pagemill_worker import sampler
 from pagemill_worker.grammar_compiler import GrammarCompiler
 from pagemill_worker.grammar_rows import GrammarRows
+from pagemill_worker.nucleus import nucleus_by_halving, nucleus_by_sorting
 from pagemill_worker.sampler import draw, sample
 from pagemill_worker.sampling_rows import SampleBatch, SamplingRows
 
@@ -90,8 +91,8 @@ def test_halving_finds_the_nucleus_that_sorting_finds(seed: int, top_p: float, s
     weights[0, 1:] = 0
     weights[0, 0] = 1
     mass = torch.full((6,), top_p, dtype=torch.float64)
-    edge, single = sampler.nucleus_by_sorting(weights, mass)
-    halved, is_first = sampler.nucleus_by_halving(weights, mass)
+    edge, single = nucleus_by_sorting(weights, mass)
+    halved, is_first = nucleus_by_halving(weights, mass)
     wanted, slack = weights.sum(-1, dtype=torch.float64) * mass, 1e-9 * weights.sum(-1)  # sums in another order differ
     for found in (edge, halved):
         held = torch.where(weights >= found[:, None], weights, 0).sum(-1, dtype=torch.float64)

@@ -10,6 +10,7 @@ from pagemill_shared.messages import PromptReport, TokenLogprobs
 from pagemill_shared.sampling import Pooling
 from pagemill_shared.schema import Float32Array
 from pagemill_worker.batch import Batch
+from pagemill_worker.log_partition import log_partition
 from pagemill_worker.models.registry import Model
 from pagemill_worker.rows import Rows
 
@@ -56,7 +57,7 @@ def _logprobs(model: Model, states: Tensor, targets: Tensor, most: int) -> tuple
         logits = model.logits(states[begin : begin + slab])
         target = targets[begin : begin + slab]
         own = logits.gather(1, target)
-        total = logits.logsumexp(-1, keepdim=True)
+        total = log_partition(logits)
         top = logits.topk(most)
         ids.append(torch.cat((target, top.indices), 1).cpu().numpy().astype(np.int32))
         values.append((torch.cat((own, top.values), 1) - total).cpu().numpy())
