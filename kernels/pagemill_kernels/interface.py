@@ -56,6 +56,10 @@ class AttentionBatch:
         num_decodes: how many leading rows have one token.
         lines: None, or [R] int64 on the host, for sets of `ResidentKernels`: the tables stay on the cache's device, and
             row ``r`` has line ``lines[r]`` of ``block_tables``, there [S, W] int32; ``slot_mapping`` is int32 there.
+        generated_from: None, or [R] int64 on the host: the position of the row's first generated token. The sums of the
+            CPU's kernels do not run in one order for single tokens and for chunks. They compute what lies before this
+            position as a chunk and the rest one by one, however many they are: a token that is computed again has the
+            bits that it had.
     """
 
     query_starts: Tensor
@@ -64,6 +68,7 @@ class AttentionBatch:
     slot_mapping: Tensor
     num_decodes: int
     lines: Tensor | None = None
+    generated_from: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

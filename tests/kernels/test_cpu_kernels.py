@@ -106,6 +106,40 @@ class Case:
             torch.testing.assert_close(result, expected, atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("cuts", [[600, 601], [1, 2, 3], [40, 599, 600, 601, 602, 640], [*range(590, 650)]])
+def test_a_token_has_the_same_bits_however_it_is_computed(
+    kernels: CpuKernels, cuts: list[int], window: int | None, dtype: torch.dtype
+) -> None:
+    """A prompt of 601 tokens and 59 generated ones, all at once, as after a preemption, and in pieces: one by one at
+    the end, as when they were generated; one token of the prompt left, as behind a hit in the prefix cache."""
+    prompt, length = 601, 660
+    case = Case([(length, length)], group=3, kv_heads=2, dtype=dtype)
+    spec = AttentionSpec(case.head_dim**-0.5, window)
+    cache = case.cache.clone()
+    whole = case.batch()
+
+    def attended(begin: int, end: int) -> Tensor:
+        batch = AttentionBatch(
+            torch.tensor([0, end - begin]),
+            torch.tensor([end]),
+            whole.block_tables,
+            whole.slot_mapping[begin:end],
+            int(end - begin == 1),
+            generated_from=torch.tensor([prompt]),
+        )
+        step = kernels.prepare(batch, cache)
+        qkv = case.qkv[begin:end].clone()
+        kernels.rotate_and_write(qkv, None, cache, step, 1)
+        return kernels.attention(qkv[:, : case.num_heads], cache, step, 1, spec)
+
+    at_once = attended(0, length)
+    ends = [*cuts, *range(cuts[-1] + 1, length + 1)]
+    pieces = [attended(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    assert torch.equal(torch.cat(pieces), at_once)
+
+
 @pytest.mark.parametrize("group", range(1, 9))
 def test_query_heads_share_key_heads(kernels: CpuKernels, group: int) -> None:
     Case(MIXED, group=group).check(kernels)

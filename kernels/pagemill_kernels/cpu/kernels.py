@@ -79,11 +79,15 @@ class CpuKernels(Kernels[CpuStep]):
         if not served or not cache.is_contiguous():
             return CpuStep(batch, None)
         arrays = [batch.query_starts, batch.context_lens, batch.block_tables, batch.slot_mapping]
+        if batch.generated_from is not None:
+            arrays.append(batch.generated_from)
         if not all(array.dtype == torch.int64 and array.is_contiguous() for array in arrays):
             arrays = [array.to(torch.int64).contiguous() for array in arrays]
-            batch = AttentionBatch(arrays[0], arrays[1], arrays[2], arrays[3], batch.num_decodes)
+            query_starts, context_lens, tables, slots, *generated = arrays
+            batch = AttentionBatch(query_starts, context_lens, tables, slots, batch.num_decodes, None, *generated)
         native = Batch(
-            *(array.data_ptr() for array in arrays),
+            *(array.data_ptr() for array in arrays[:4]),
+            None if batch.generated_from is None else batch.generated_from.data_ptr(),
             cache.data_ptr(),
             batch.context_lens.numel(),
             batch.block_tables.shape[1],

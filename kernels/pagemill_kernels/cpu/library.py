@@ -22,6 +22,7 @@ class Batch(Structure):
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
         ("slots", c_void_p),
+        ("generated_from", c_void_p),
         ("cache", c_void_p),
         ("rows", c_int64),
         ("table_width", c_int64),

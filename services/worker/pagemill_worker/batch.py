@@ -82,6 +82,7 @@ def build_batch(plan: IterationPlan, rows: Rows, block_size: int, max_model_len:
         block_tables=torch.from_numpy(tables),
         slot_mapping=torch.from_numpy(slot_mapping),
         num_decodes=decodes.size,
+        generated_from=torch.from_numpy(rows.prompt_lengths[slots]),
     )
     sampling = np.flatnonzero(samples)
     return Batch(

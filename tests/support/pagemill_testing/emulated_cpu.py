@@ -94,7 +94,7 @@ class EmulatedLibrary:
                 buffers[ctypes.addressof(value)] = ctypes.sizeof(value), False
                 index[ctypes.addressof(value)] = len(index)
                 packed += struct.pack("<iq", 2, index[ctypes.addressof(value)])
-                for field in ("query_starts", "context_lens", "block_tables", "slots", "cache"):
+                for field in ("query_starts", "context_lens", "block_tables", "slots", "generated_from", "cache"):
                     where = getattr(Batch, field).offset
                     to = index.get(getattr(value, field), -1)
                     pointers += struct.pack("<iii", index[ctypes.addressof(value)], where, to)
@@ -160,6 +160,8 @@ class _Sizes:
         block_bytes = batch.layers * 2 * batch.block_size * batch.kv_heads * entry
         arrays = (batch.query_starts, starts), (batch.context_lens, lengths), (batch.block_tables, tables)
         buffers = [(address, array.nbytes, False) for address, array in (*arrays, (batch.slots, slots))]
+        if batch.generated_from:
+            buffers.append((batch.generated_from, lengths.nbytes, False))
         return tokens, [*buffers, (batch.cache, blocks * block_bytes, True)]
 
     def pm_rotate_and_write(

@@ -1,11 +1,12 @@
 // Paged attention over blocks in place: decode rows and prefill chunks in one call, with an online softmax.
 //
-// A row of one token reads each key and value once for all query heads that share it. Tokens of a chunk are laid
+// A generated token reads each key and value once for all query heads that share it. Tokens of a prompt are laid
 // along the lanes of vectors, so that neither keys nor values are transposed or copied: scores are keys (broadcast)
 // times transposed queries, outputs are values (broadcast) times those scores.
 //
-// Contexts are cut at fixed positions, and the parts merged in order: what a row computes depends neither on its batch
-// mates nor on the number of threads.
+// Contexts are cut at fixed positions, and the parts merged in order: what a token computes depends neither on its batch
+// mates nor on the number of threads. The two ways sum in different orders, so which one is taken depends on what the
+// token is, not on how many are computed with it: one that is computed again has the bits that it had.
 #include <cmath>
 #include <type_traits>
 #include <vector>
@@ -16,7 +17,7 @@
 namespace {
 
 constexpr int64_t kTile = 64;           // keys at a time
-constexpr int64_t kDecodeRange = 512;   // keys per item for rows of one token, a multiple of kTile
+constexpr int64_t kDecodeRange = 512;   // keys per item for generated tokens, a multiple of kTile
 constexpr int64_t kChunkRange = 2048;   // the same for tiles of a chunk
 constexpr int kWide = LANES == 16 ? 4 : LANES == 8 ? 2 : 4;  // vectors of an output that are summed at a time
 constexpr int kPanel = LANES == 4 ? 4 : 2;                   // vectors of query rows in a panel
@@ -41,7 +42,7 @@ struct Attention {
 // Queries first .. first + count of the flattened tokens, kv heads head_begin .. head_end, keys key_begin .. key_end.
 struct Item {
   int64_t row, first, count, position, head_begin, head_end, key_begin, key_end;
-  bool single;     // of a row of one token, whose keys begin where its window does; else tiles mask what lies before
+  bool single;     // a generated token, whose keys begin where its window does; else tiles mask what lies before
   float* partial;  // [count, heads, head_dim + 2] unnormalised outputs, largest score, sum; null: the only range
 };
 
@@ -427,6 +428,14 @@ void merge(const Attention& a, const Merge& m, float* scratch) {
     }
 }
 
+// How many of the row's tokens, the first ones, are computed as a chunk.
+int64_t in_chunk(const Batch& b, int64_t row) {
+  const int64_t count = b.query_starts[row + 1] - b.query_starts[row];
+  if (!b.generated_from) return count == 1 ? 0 : count;
+  const int64_t prompt = b.generated_from[row] - (b.context_lens[row] - count);
+  return prompt < 0 ? 0 : prompt < count ? prompt : count;
+}
+
 struct Workspace {
   std::vector<Item> items;
   std::vector<Merge> merges;
@@ -450,7 +459,7 @@ EXPORT void pm_attention(void* workspace, const Batch* batch, const void* query,
   int64_t units = 0, work = 0;
   for (int64_t row = 0; row < b.rows; ++row) {
     const int64_t count = b.query_starts[row + 1] - b.query_starts[row];
-    units += count == 1 ? (b.context_lens[row] + kDecodeRange - 1) / kDecodeRange : 0;
+    units += (count - in_chunk(b, row)) * ((b.context_lens[row] + kDecodeRange - 1) / kDecodeRange);
     work += count * b.context_lens[row] * heads * b.head_dim;
   }
   const int threads = work >= 2 * kWorkPerThread ? b.threads : 1;
@@ -463,23 +472,23 @@ EXPORT void pm_attention(void* workspace, const Batch* batch, const void* query,
     if (pass) w.partials.resize(partials), partials = 0;
     for (int64_t row = b.rows - 1; row >= 0; --row) {
       const int64_t begin = b.query_starts[row], count = b.query_starts[row + 1] - begin;
-      const int64_t past = b.context_lens[row] - count;
-      const int64_t step = count == 1 ? 1 : tile_tokens, range = count == 1 ? kDecodeRange : kChunkRange;
-      const int64_t step_heads = count == 1 ? decode_heads : 1;
-      for (int64_t first = 0; first < count; first += step) {
-        const int64_t n = count - first < step ? count - first : step;
+      const int64_t past = b.context_lens[row] - count, chunked = in_chunk(b, row);
+      for (int64_t first = 0, n; first < count; first += n) {
+        const bool single = first >= chunked;
+        n = single ? 1 : chunked - first < tile_tokens ? chunked - first : tile_tokens;
+        const int64_t range = single ? kDecodeRange : kChunkRange, step_heads = single ? decode_heads : 1;
         const int64_t low = a.seen_from(past + first), high = past + first + n;
         const int64_t from = low / range, ranges = (high + range - 1) / range - from;
         const int64_t size = n * heads * (b.head_dim + 2);
         if (pass) {
           for (int64_t r = 0; r < ranges; ++r) {
             const int64_t start = (from + r) * range;
-            const int64_t key_begin = start > low ? start : count == 1 ? low : low / kTile * kTile;
+            const int64_t key_begin = start > low ? start : single ? low : low / kTile * kTile;
             const int64_t key_end = start + range < high ? start + range : high;
             float* partial = ranges > 1 ? w.partials.data() + partials + r * size : nullptr;
             for (int64_t head = 0; head < b.kv_heads; head += step_heads)
               w.items.push_back({row, begin + first, n, past + first, head, head + step_heads, key_begin, key_end,
-                                 count == 1, partial});
+                                 single, partial});
           }
           if (ranges > 1) w.merges.push_back({begin + first, n, ranges, w.partials.data() + partials});
         }

@@ -10,6 +10,7 @@ struct Batch {
   const int64_t* context_lens;  // [rows]
   const int64_t* block_tables;  // [rows, table_width]
   const int64_t* slots;         // [tokens]
+  const int64_t* generated_from;  // [rows] position of the first generated token; null: rows of one token are generated
   void* cache;                  // [num_blocks, layers, 2, block_size, kv_heads, entry]
   int64_t rows, table_width, layers, block_size, kv_heads, head_dim;
   int32_t cache_dtype, threads;
