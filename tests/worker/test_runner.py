@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pagemill_testing.cpu_kernels import isa_names, loaded
 from pagemill_testing.plan_driver import GREEDY, DrivenSequence, PlanDriver
 from pagemill_testing.tiny_models import VOCAB, greedy, make_runner, save, tiny_llama
 
+from pagemill_kernels.cpu.kernels import CpuKernels
 from pagemill_shared.codec import decode, encode
 from pagemill_shared.errors import ProtocolError
 from pagemill_shared.messages import IterationPlan, IterationResult, SequenceJoin, WorkerWelcome
@@ -71,6 +73,30 @@ def test_recomputed_sequences_go_on_as_if_nothing_had_happened(folder: Path) -> 
             break
     assert sequence.outputs == expected.outputs
     assert other.outputs == greedy(REFERENCE, other.prompt, 30)
+
+
+@pytest.mark.parametrize("chunk", [4, 7, 100])
+@pytest.mark.parametrize("isa", isa_names())
+def test_what_is_computed_again_has_the_same_bits(
+    isa: str, chunk: int, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The prompt's last chunk is a single token where chunks have 4 or 7."""
+    sampling = SamplingParams(temperature=1.2, seed=3, logprobs=2)
+    ids = prompt(29)
+
+    def logprobs(driver: PlanDriver, again: tuple[int, ...]) -> np.ndarray:
+        [sequence] = driver.add(ids, 40, sampling)
+        while not sequence.done:
+            if len(sequence.outputs) in again and sequence.computed > len(ids):
+                driver.recompute(sequence)
+                again = again[1:]
+            driver.step()
+        return np.concatenate([result.logprobs.values for result in driver.results])
+
+    def driver(chunk: int) -> PlanDriver:
+        return PlanDriver(make_runner(folder, kernels=CpuKernels(loaded(isa, tmp_path_factory), isa)), chunk=chunk)
+
+    assert np.array_equal(logprobs(driver(chunk), (2, 17, 30)), logprobs(driver(1000), ()))
 
 
 def test_swapped_sequences_come_back(folder: Path) -> None:
