@@ -184,6 +184,7 @@ template <Kind K, int N, int... M> struct Tiles : Tiles<K, N - 1, N, M...> {};
 template <Kind K, int... M> struct Tiles<K, 0, M...> { static constexpr tile_fn of[] = {tile<K, M>...}; };
 
 template <Kind K> void multiply(const Product& p, int64_t rows, int32_t threads) {
+  threads = threads_that_pay(rows, p.outputs, p.blocks * kBlock, threads);
   for_each_tile<kHeight>(threads, rows, p.outputs, p.blocks * kBlock, p.blocks * kBlock, p.packed,
                          p.blocks * Format<K>::kBytes * kColumns, p.blocks,
                          [&](int64_t height, int64_t panel, int64_t row, Ahead ahead) {

@@ -20,8 +20,6 @@ constexpr int kHeight = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;  // rows at a tim
 constexpr int kSide = LANES == 16 ? 2 : 1;  // panels at a time at kSideRows or fewer: sums enough to hide their latency
 constexpr int64_t kSideRows = 4;
 enum Rest { kAnew, kByFirst, kBefore };  // for more rows: anew, left by the first ones, left before any
-constexpr int64_t kReading = 4;             // rows that cost as much as the weights' reading and becoming float32
-constexpr int64_t kWorkPerThread = 5 << 20;  // below which another thread does not pay
 
 // How weights are stored. A panel is groups of kInputs inputs, one below the other. A group has kHead bytes of scales for
 // each output, and then kWords words of each, every one in a row of kColumns; a word of kWordBytes has equally many inputs.
@@ -284,7 +282,7 @@ template <class F> void in_cache(const Product& p, const uint8_t* packed, int64_
 }
 
 template <class F> void multiply(const Product& p, const uint8_t* packed, int64_t rows, int threads) {
-  if ((rows + kReading) * p.outputs * p.inputs < 2 * kWorkPerThread) threads = 1;
+  threads = threads_that_pay(rows, p.outputs, p.inputs, threads);
   if (rows <= kSideRows && kSide > 1) return rows ? side_by_side<F>(p, packed, rows, threads) : void();
   if (rows <= kHeight || F::kRest == kAnew) return in_registers<F>(p, packed, rows, threads);
   in_cache<F>(p, packed, rows, threads);

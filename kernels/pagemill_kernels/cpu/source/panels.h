@@ -8,6 +8,8 @@ constexpr int kVectors = LANES == 4 ? 4 : 2;  // vectors side by side in a panel
 constexpr int64_t kColumns = kVectors * LANES;
 constexpr int kRows = LANES == 16 ? 14 : 6;   // rows at a time: sums, panel and factor fill the registers
 constexpr int64_t kInputBytes = 1 << 19;         // of inputs that stay in cache while panels pass
+constexpr int64_t kReading = 4;                   // rows that cost as much as reading narrow weights and widening them
+constexpr int64_t kWidenedPerThread = 5 << 20;    // products with such weights below which another thread does not pay
 constexpr int64_t kProductsPerThread = 1 << 18;  // below which another thread does not pay
 
 // What a tile asks for while it computes: bytes of the panel that its thread takes next, `step` of them for each group of
@@ -24,6 +26,12 @@ struct Ahead {
 // the time by fetching the next panel bit by bit, in all tiles, into the second cache.
 //
 // row_bytes: of a row of inputs. panels: the first one. steps: groups of inputs that a tile goes through.
+// Of `threads`, those that a product with weights in few bits pays for. A single row takes one all through: the others
+// would sleep from one large product to the next, and waking them costs more than they do.
+INLINE int threads_that_pay(int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+  return rows == 1 || (rows + kReading) * outputs * inputs < 2 * kWidenedPerThread ? 1 : threads;
+}
+
 template <int Rows, class Tile>
 void for_each_tile(int threads, int64_t rows, int64_t outputs, int64_t inputs, int64_t row_bytes, const void* panels,
                    int64_t panel_bytes, int64_t steps, Tile&& tile) {
