@@ -170,7 +170,7 @@ def test_the_worker_runs_compiled_kernels_without_a_compiler(stack: Stack, clien
     code = "from shutil import which; print([name for name in ('cc', 'c++', 'gcc', 'g++', 'clang') if which(name)])"
     assert stack.python("worker", code) == "[]"
     best, *_ = usable_isas()  # the containers see this machine's CPU
-    assert [worker["kernels"] for worker in workers(client)] == [f"cpu-{best.name}+packed"]
+    assert [worker["kernels"] for worker in workers(client)] == [f"cpu-{best.name}+packed(Q4_1,Q8_0)"]
 
 
 def test_the_processes_talk_encrypted(stack: Stack) -> None:
