@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -37,19 +38,20 @@ class CompiledLinear(Linear):
         """Fills ``out``; ``added`` is an address."""
 
 
-class PackedLinear(CompiledLinear):
-    """float32 weights."""
+class WholeLinear(CompiledLinear):
+    """Weights that the library takes in one call.
 
-    name = "packed"
+    Args:
+        run: that call.
+        weights: what it takes for them: addresses, and the number of their form where it has several. The product keeps
+            what lies there.
+    """
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight.shape[0], weight.shape[1], bias)
-        columns = library.pm_linear_columns()
-        self._run = library.pm_linear
-        self._packed = torch.empty(-(-self._outputs // columns), self._inputs, columns)
-        self._address = self._packed.data_ptr()
-        weight = weight.contiguous()
-        library.pm_linear_pack(weight.data_ptr(), self._outputs, self._inputs, self._address, torch.get_num_threads())
+    def __init__(
+        self, run: Callable[..., None], weights: tuple[int, ...], outputs: int, inputs: int, bias: Tensor | None
+    ) -> None:
+        super().__init__(outputs, inputs, bias)
+        self._run, self._weights = run, weights
 
     def _compute(self, x: Tensor, added: int | None, out: Tensor) -> None:
         self._run(
@@ -58,12 +60,26 @@ class PackedLinear(CompiledLinear):
             x.shape[0],
             self._outputs,
             self._inputs,
-            self._address,
+            *self._weights,
             self._bias_address,
             added,
             out.data_ptr(),
             torch.get_num_threads(),
         )
+
+
+class PackedLinear(WholeLinear):
+    """float32 weights."""
+
+    name = "packed"
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
+        outputs, inputs = weight.shape
+        columns = library.pm_linear_columns()
+        self._packed = torch.empty(-(-outputs // columns), inputs, columns)
+        address, weight = self._packed.data_ptr(), weight.contiguous()
+        library.pm_linear_pack(weight.data_ptr(), outputs, inputs, address, torch.get_num_threads())
+        super().__init__(library.pm_linear, (address,), outputs, inputs, bias)
 
 
 class Int8Linear(CompiledLinear):

@@ -15,44 +15,27 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.blocks import BLOCK_KINDS, BLOCK_SIZE, BlockMatrix
-from pagemill_kernels.cpu.linear import CompiledLinear
+from pagemill_kernels.cpu.linear import WholeLinear
 from pagemill_kernels.cpu.pages import LargePages
 
 NARROW_KINDS = ("bf16", "fp16", *BLOCK_KINDS)
 """In the order of ``Kind`` of source/linear_narrow.cpp."""
 
 
-class NarrowLinear(CompiledLinear):
+class NarrowLinear(WholeLinear):
     """float32 inputs times float32 weights that are stored as ``name``, one of `NARROW_KINDS`."""
 
     def __init__(
         self, library: ctypes.CDLL, kind: int, packed: Tensor, outputs: int, inputs: int, bias: Tensor | None
     ) -> None:
-        super().__init__(outputs, inputs, bias)
+        super().__init__(library.pm_narrow_linear, (kind, packed.data_ptr()), outputs, inputs, bias)
         self.name = NARROW_KINDS[kind]
-        self._kind = kind
-        self._run = library.pm_narrow_linear
-        self._packed, self._address = packed, packed.data_ptr()
+        self._packed = packed
 
     @property
     def packed_bytes(self) -> int:
         """Bytes that the weights take."""
         return self._packed.nbytes
-
-    def _compute(self, x: Tensor, added: int | None, out: Tensor) -> None:
-        self._run(
-            x.data_ptr(),
-            x.stride(0),
-            x.shape[0],
-            self._outputs,
-            self._inputs,
-            self._kind,
-            self._address,
-            self._bias_address,
-            added,
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
 
 
 def narrow_linear(

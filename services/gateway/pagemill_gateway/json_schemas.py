@@ -222,24 +222,29 @@ def _values(schema: dict[str, Any]) -> Iterator[tuple[_Place, Any, _Holds]]:
     while left:
         place, value, holds = left.pop()
         yield place, value, holds
-        if isinstance(value, list):
-            left += [((*place, index), item, holds) for index, item in enumerate(value)]
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                left.append(((*place, key), item, _held_by(key) if holds is _Holds.SCHEMA else _INNER[holds]))
+        left += _inside(place, value, holds)
 
 
 def _schemas_in(schema: dict[str, Any]) -> Iterator[tuple[_Place, dict[str, Any]]]:
     """The schemas directly within ``schema``, and the steps to them."""
-    for keyword, value in schema.items():
-        if keyword in _DATA:
-            continue
-        if isinstance(value, dict) and keyword not in _SCHEMAS_BY_NAME:
-            yield (keyword,), value
-        elif isinstance(value, dict):
-            yield from (((keyword, name), part) for name, part in value.items() if isinstance(part, dict))
-        elif isinstance(value, list):
-            yield from (((keyword, index), part) for index, part in enumerate(value) if isinstance(part, dict))
+    left = _inside((), schema, _Holds.SCHEMA)[::-1]
+    while left:
+        place, value, holds = left.pop()
+        if isinstance(value, dict) and holds is _Holds.SCHEMA:
+            yield place, value
+        else:
+            left += _inside(place, value, holds)[::-1]
+
+
+def _inside(place: _Place, value: Any, holds: _Holds) -> list[tuple[_Place, Any, _Holds]]:
+    """What the value at ``place`` consists of."""
+    if isinstance(value, list):
+        return [((*place, index), item, holds) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return []
+    return [
+        ((*place, key), item, _held_by(key) if holds is _Holds.SCHEMA else _INNER[holds]) for key, item in value.items()
+    ]
 
 
 def _is_number(value: Any) -> bool:

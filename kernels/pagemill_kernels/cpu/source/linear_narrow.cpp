@@ -23,21 +23,23 @@ enum Rest { kAnew, kByFirst, kBefore };  // for more rows: anew, left by the fir
 
 // How weights are stored. A panel is groups of kInputs inputs, one below the other. A group has kHead bytes of scales for
 // each output, and then kWords words of each, every one in a row of kColumns; a word of kWordBytes has equally many inputs.
-struct Plain {
-  static constexpr int64_t kInputs = 1, kHead = 0, kWords = 1, kWordBytes = 4;
+struct Unscaled {
+  static constexpr int64_t kHead = 0, kWords = 1;
   struct Scale {};
-  typedef vf Word;
   INLINE Scale scale(const uint8_t*, int) { return {}; }
+};
+
+struct Plain : Unscaled {
+  static constexpr int64_t kInputs = 1, kWordBytes = 4;
+  typedef vf Word;
   INLINE Word word(const uint8_t* p) { return load((const float*)p); }
   INLINE vf weight(Word w, int, const Scale&) { return w; }
 };
 
-struct BFloat16Pairs {
-  static constexpr int64_t kInputs = 2, kHead = 0, kWords = 1, kWordBytes = 4;
+struct BFloat16Pairs : Unscaled {
+  static constexpr int64_t kInputs = 2, kWordBytes = 4;
   static constexpr Rest kRest = LANES == 16 ? kAnew : kByFirst;
-  struct Scale {};
   typedef vu Word;
-  INLINE Scale scale(const uint8_t*, int) { return {}; }
   INLINE Word word(const uint8_t* p) { return (vu)load((const float*)p); }
   INLINE vf weight(Word w, int i, const Scale&) { return (vf)(i ? w & 0xffff0000u : w << 16); }
   static void pack(const float* weight, const uint8_t*, int64_t inputs, uint8_t* panel, int64_t column) {
@@ -48,12 +50,10 @@ struct BFloat16Pairs {
   }
 };
 
-struct Halves {
-  static constexpr int64_t kInputs = 1, kHead = 0, kWords = 1, kWordBytes = 2;
+struct Halves : Unscaled {
+  static constexpr int64_t kInputs = 1, kWordBytes = 2;
   static constexpr Rest kRest = LANES == 16 ? kAnew : kByFirst;
-  struct Scale {};
   typedef vf Word;
-  INLINE Scale scale(const uint8_t*, int) { return {}; }
   INLINE Word word(const uint8_t* p) { return load((const half_t*)p); }
   INLINE vf weight(Word w, int, const Scale&) { return w; }
   static void pack(const float* weight, const uint8_t*, int64_t inputs, uint8_t* panel, int64_t column) {
@@ -230,7 +230,7 @@ template <class F> void widen(const uint8_t* panel, int64_t count, float* to) {
 template <class F> void side_by_side(const Product& p, const uint8_t* packed, int64_t rows, int threads) {
   const int64_t panels = (p.outputs + kColumns - 1) / kColumns, bytes = panel_bytes<F>(p.inputs);
   const int64_t sets = (panels + kSide - 1) / kSide;
-  const int64_t share = threads == 1 ? sets : sets / (threads * 6), group = share < 1 ? 1 : share;
+  const int64_t group = panels_at_a_time(sets, threads);
   for_each(threads, (sets + group - 1) / group, [&](int64_t item, int) {
     const int64_t end = (item + 1) * group < sets ? (item + 1) * group : sets;
     for (int64_t set = item * group; set < end; ++set) {
@@ -255,27 +255,27 @@ template <class F> void in_registers(const Product& p, const uint8_t* packed, in
 
 // More rows than registers hold sums for.
 template <class F> void in_cache(const Product& p, const uint8_t* packed, int64_t rows, int threads) {
-  const int64_t most = kInputBytes / (p.inputs * (int64_t)sizeof(float)) / kHeight * kHeight;
-  const int64_t block_rows = most < 2 * kHeight ? 2 * kHeight : most, blocks = (rows + block_rows - 1) / block_rows;
+  const int64_t block_rows = rows_in_cache<kHeight>(p.inputs * sizeof(float), 2 * kHeight);
+  const int64_t blocks = (rows + block_rows - 1) / block_rows;
   const int64_t panels = (p.outputs + kColumns - 1) / kColumns, bytes = panel_bytes<F>(p.inputs);
   for_each(threads, panels * blocks, [&](int64_t item, int) {
     alignas(64) float wide[kChunk * kColumns];
-    const int64_t panel = item % panels, top = item / panels * block_rows;
-    const int64_t bottom = top + block_rows < rows ? top + block_rows : rows;
-    const int64_t tiles = (bottom - top + kHeight - 1) / kHeight, height = (bottom - top + tiles - 1) / tiles;
+    const int64_t panel = item % panels;
+    const RowTiles<kHeight> block(item / panels, block_rows, rows);
     for (int64_t first = 0; first < p.inputs; first += kChunk) {
       const int64_t count = first + kChunk < p.inputs ? kChunk : p.inputs - first;
       const uint8_t* part = packed + panel * bytes + first / F::kInputs * kGroupBytes<F>;
       const int64_t size = count / F::kInputs * kGroupBytes<F>, steps = count * kGroupLines<Plain>;
-      Ahead ahead{(const char*)part + size, (size + tiles * steps - 1) / (tiles * steps)};
-      int64_t row = top;
+      Ahead ahead{(const char*)part + size, (size + block.tiles * steps - 1) / (block.tiles * steps)};
+      int64_t row = block.top;
       if (F::kRest == kBefore)
         widen<F>(part, count, wide);
       else
-        Tiles<F, 1, true, kHeight>::of[height - 1](p, part, 0, panel * kColumns, top, first, count, {ahead.at, 0}, wide),
-            row += height;
-      for (; row < bottom; row += height, ahead.at += ahead.step * steps)
-        Tiles<Plain, 1, false, kHeight>::of[(bottom - row < height ? bottom - row : height) - 1](
+        Tiles<F, 1, true, kHeight>::of[block.height - 1](p, part, 0, panel * kColumns, row, first, count, {ahead.at, 0},
+                                                         wide),
+            row += block.height;
+      for (; row < block.bottom; row += block.height, ahead.at += ahead.step * steps)
+        Tiles<Plain, 1, false, kHeight>::of[block.height_at(row) - 1](
             p, (const uint8_t*)wide, 0, panel * kColumns, row, first, count, ahead, nullptr);
     }
   });
