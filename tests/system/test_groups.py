@@ -340,12 +340,15 @@ def test_half_of_the_blocks_that_are_needed(
             num_swap_blocks=int(space * blocks),
             preemption_mode=mode,
             max_num_batched_tokens=256,
+            peer_timeout=60,
             check_invariants=True,
         )
         try:
             server.until_started()
             server.until_ready()
-            outputs, peak = finish(server, start_all(server, ample.prompts))
+            with server.arriving_together(len(ample.prompts)):
+                calls = start_all(server, ample.prompts)
+            outputs, peak = finish(server, calls)
             metrics = server.state()["metrics"]
         finally:
             server.close()

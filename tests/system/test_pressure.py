@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from pagemill_testing.agreement import Agreement, GreedyRun
+from pagemill_testing.http_calls import Call
 from pagemill_testing.live_server import ServeCommand
 from pagemill_testing.program import until
 from pagemill_testing.sockets import ipc_folder
@@ -31,6 +32,7 @@ def started_server(cache: Path) -> Iterator[ServeCommand]:
             max_num_seqs=SEATS,
             enable_prefix_caching=False,
             preemption_mode="recompute",
+            peer_timeout=60,
             check_invariants=True,
         )
         try:
@@ -60,9 +62,15 @@ def run_alone(server: ServeCommand, body: dict[str, Any]) -> GreedyRun:
     return GreedyRun.of(call)
 
 
+def together(server: ServeCommand, bodies: list[dict[str, Any]]) -> list[Call]:
+    with server.arriving_together(len(bodies)):
+        calls = [server.stream(**body) for body in bodies]
+    return server.finish(calls)
+
+
 def check_alone_and_together(server: ServeCommand, bodies: list[dict[str, Any]], name: str) -> None:
     alone = [run_alone(server, body) for body in bodies]
-    calls = server.finish([server.stream(**body) for body in bodies])
+    calls = together(server, bodies)
     agreement = Agreement(name)
     for body, run, call in zip(bodies, alone, calls, strict=True):
         assert len(call.token_ids) == body["max_tokens"]
@@ -100,7 +108,7 @@ def test_seeded_sampling_survives_preemption(tiny: ServeCommand) -> None:
     ]
     alone = [tiny.ask(**body).token_ids for body in bodies]
     before = tiny.counter("num_preemptions_total")
-    calls = tiny.finish([tiny.stream(**body) for body in bodies])
+    calls = together(tiny, bodies)
     assert [call.token_ids for call in calls] == alone
     assert tiny.counter("num_preemptions_total") > before
     tiny.until_idle()

@@ -166,7 +166,13 @@ def tight(cache: Path) -> Iterator[ServeCommand]:
     """A pool in which three such answers hardly fit."""
     with ipc_folder() as folder:
         server = ServeCommand(
-            folder, "tight", cache_dir=cache, num_kv_blocks=32, num_swap_blocks=16, check_invariants=True
+            folder,
+            "tight",
+            cache_dir=cache,
+            num_kv_blocks=32,
+            num_swap_blocks=16,
+            peer_timeout=60,
+            check_invariants=True,
         )
         try:
             server.until_started()
@@ -176,7 +182,9 @@ def tight(cache: Path) -> Iterator[ServeCommand]:
 
 
 def test_preempted_answers_go_on_where_they_were(tight: ServeCommand) -> None:
-    calls = [start_person(tight, number, n=1 + number % 2) for number in range(6)]
+    tight.until_ready()
+    with tight.arriving_together(6):
+        calls = [start_person(tight, number, n=1 + number % 2) for number in range(6)]
     for number, call in enumerate(tight.finish(calls)):
         for index in range(1 + number % 2):
             check_person(call, index)

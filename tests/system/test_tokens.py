@@ -54,6 +54,7 @@ PROMPTS = [
     "A",
     "The history of the town begins with a river, a bridge, and the people who crossed it every morning. " * 29,
 ]
+CROWD = [number % len(PROMPTS) for number in range(STREAMS)]
 
 
 class Reference:
@@ -106,7 +107,14 @@ def crowded_server(cache: Path) -> Iterator[ServeCommand]:
     """One whose pool holds little more than the longest prompt."""
     with ipc_folder() as folder:
         server = ServeCommand(
-            folder, "crowded", cache_dir=cache, num_kv_blocks=42, preemption_mode="recompute", check_invariants=True
+            folder,
+            "crowded",
+            cache_dir=cache,
+            num_kv_blocks=42,
+            enable_prefix_caching=False,  # what is preempted is computed again, all of it
+            preemption_mode="recompute",
+            peer_timeout=60,
+            check_invariants=True,
         )
         try:
             server.until_started()
@@ -137,23 +145,27 @@ def test_each_alone(server: ServeCommand, reference: Reference) -> None:
 
 
 def test_all_at_once(server: ServeCommand, reference: Reference) -> None:
-    check_crowd(server, reference, "32 streams")
+    check_crowd(server, reference, start_crowd(server, reference), "32 streams")
 
 
 def test_all_at_once_in_a_pool_that_is_too_small(crowded_server: ServeCommand, reference: Reference) -> None:
     crowded_server.until_ready()
-    check_crowd(crowded_server, reference, "32 streams under pressure")
+    with crowded_server.arriving_together(STREAMS):
+        calls = start_crowd(crowded_server, reference)
+    check_crowd(crowded_server, reference, calls, "32 streams under pressure")
     assert crowded_server.counter("num_preemptions_total") > 0
     assert crowded_server.counter("recomputed_tokens_total") > 0
 
 
-def check_crowd(server: LiveServer, reference: Reference, name: str) -> None:
+def start_crowd(server: LiveServer, reference: Reference) -> list[Call]:
     """32 streams at once; some prompts come twice."""
-    numbers = [number % len(PROMPTS) for number in range(STREAMS)]
-    calls = [server.stream(prompt=reference.prompts[number], max_tokens=TOKENS) for number in numbers]
+    return [server.stream(prompt=reference.prompts[number], max_tokens=TOKENS) for number in CROWD]
+
+
+def check_crowd(server: LiveServer, reference: Reference, calls: list[Call], name: str) -> None:
     server.finish(calls)
     agreement = Agreement(name)
-    for number, call in zip(numbers, calls, strict=True):
+    for number, call in zip(CROWD, calls, strict=True):
         agreement.check(reference.runs[number], call.token_ids, repr(PROMPTS[number][:20]))
         check_stream(reference, call)
     agreement.conclude()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +161,23 @@ class ServeCommand(LiveServer):
         children = Path(f"/proc/{self.serve.pid}/task/{self.serve.pid}/children").read_text().split()
         words = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children}
         return {line[-2].decode(): pid for pid, line in words.items() if len(line) > 1}
+
+    @contextmanager
+    def arriving_together(self, requests: int) -> Iterator[None]:
+        """What is sent within meets an idle worker at once, however slowly it is sent and however fast the worker is.
+
+        Otherwise the first requests may have ended before the last arrive, and a small pool is under no pressure.
+
+        Args:
+            requests: how many arrive; the worker stands still until the scheduler has them all.
+        """
+        worker = self.parts()["worker"]
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            yield
+            self.until_state(lambda state: state["requests_total"] == requests, f"{requests} requests have arrived")
+        finally:
+            os.kill(worker, signal.SIGCONT)
 
     def memory_peaks(self) -> dict[str, int]:
         """The most memory that each process has had so far, in bytes."""
