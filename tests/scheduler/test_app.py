@@ -338,6 +338,13 @@ def test_a_failing_core_ends_the_process_with_status_1(fleet: Fleet) -> None:
     assert list(fleet.folder.iterdir()) == []
 
 
+def test_a_token_budget_that_limits_the_sequences_is_warned_of(fleet: Fleet) -> None:
+    process = fleet.scheduler(max_num_seqs=32, max_num_batched_tokens=31)
+    assert process.stdout is not None
+    warning = next(line for line in process.stdout if "warning" in line)
+    assert "max_num_batched_tokens=31 max_num_seqs=32" in warning
+
+
 def test_every_policy_setting_reaches_the_core(fleet: Fleet) -> None:
     values = {
         "max_num_seqs": 7,

@@ -267,6 +267,14 @@ def test_a_worker_with_another_model_is_refused() -> None:
     assert core.simulation.snapshot()["ready_workers"] == 1
 
 
+@pytest.mark.parametrize(("num_blocks", "tokens"), [(255, [4080]), (256, [])])
+def test_a_worker_with_fewer_blocks_than_one_request_may_need_is_warned_of(num_blocks: int, tokens: list[int]) -> None:
+    core = single(num_blocks=num_blocks, max_model_len=4096)
+    warnings = [log.fields for log in core.simulation.logs if log.level == "warning"]
+    assert [fields["pool_tokens"] for fields in warnings] == tokens
+    assert all(fields["max_model_len"] == 4096 for fields in warnings)
+
+
 def test_the_first_worker_is_compared_with_the_gateways() -> None:
     core = single(num_blocks=20)
     core.simulation.kill(core.worker)

@@ -29,7 +29,8 @@ def run(settings: SchedulerSettings) -> int:
     configure_logging("scheduler", settings.log_level, settings.log_format)
     log = structlog.get_logger("pagemill.scheduler")
     keys = load_server_keys(settings.curve_dir) if settings.curve_dir is not None else None
-    core = SchedulerCore(core_config(settings), new_incarnation())
+    config = core_config(settings)
+    core = SchedulerCore(config, new_incarnation())
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
         stack.enter_context(client_check(context, keys))
@@ -58,6 +59,12 @@ def run(settings: SchedulerSettings) -> int:
             encrypted=keys is not None,
             compiled=compiled.in_use(),
         )
+        if config.seats < settings.max_num_seqs:
+            log.warning(
+                "max_num_batched_tokens lets fewer sequences run at once than max_num_seqs",
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+            )
         try:
             shell.run()
         except EventError:

@@ -42,6 +42,14 @@ def join(state: State, peer: Peer, hello: WorkerHello, now: float) -> None:
         prefill_budget=worker.prefill_budget,
         epoch=worker.outgoing.epoch,
     )
+    if worker.max_length < hello.max_model_len:
+        state.log(
+            "warning",
+            "the worker's blocks hold fewer tokens than the model's context: longer requests are refused",
+            worker=worker.identity,
+            pool_tokens=worker.max_length,
+            max_model_len=hello.max_model_len,
+        )
     refresh_status(state, now)
 
 
