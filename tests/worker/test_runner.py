@@ -386,11 +386,19 @@ ONE = np.array([0], np.int32)
             ),
             "has a gap",
         ),
+        (
+            IterationPlan(
+                7, 1, joined=(join(0, [1] * 11, [1]),),
+                new_blocks=np.array([[0, 0, 1], [0, 1, 2], [0, 2, 3]], np.int32),
+                prefill_chunks=np.array([[0, 0, 11, 1]], np.int32),
+            ),
+            "computes 11 tokens, 10 were agreed on",
+        ),
     ],
 )  # fmt: skip
 def test_plans_that_contradict_the_mirror_are_refused(plan: IterationPlan, message: str, folder: Path) -> None:
     runner = make_runner(folder, num_blocks=8, max_model_len=16)
-    runner.begin(WorkerWelcome(7, 2, 100))
+    runner.begin(WorkerWelcome(7, 2, 10))
     with pytest.raises(ProtocolError, match=message):
         runner.execute(plan)
 

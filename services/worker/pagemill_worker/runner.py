@@ -74,6 +74,7 @@ class Runner:
         self.forward = forward or HostForward(model, cache, kernels, device)
         self._moves = BlockMoves(cache, kernels, lanes or OneLane())
         self._rows: Rows | None = None
+        self._budget = 0
 
     @torch.inference_mode()
     def begin(self, welcome: WorkerWelcome) -> None:
@@ -81,6 +82,7 @@ class Runner:
         seats, vocab_size = welcome.max_num_seqs, self.model.vocab_size
         grammars = GrammarRows(seats, vocab_size, self._grammars, self.announce)
         self._rows = Rows(seats, self.cache.num_blocks, vocab_size, self._device, grammars)
+        self._budget = welcome.max_num_batched_tokens
         self._moves.begin()
         self.forward.begin(seats)
 
@@ -105,6 +107,8 @@ class Runner:
         rows.apply(plan)
         self._check_pairs(plan)
         batch = build_batch(plan, rows, self.cache.block_size, self.max_model_len)
+        if batch is not None and batch.token_ids.size > self._budget:
+            raise ProtocolError(f"the plan computes {batch.token_ids.size} tokens, {self._budget} were agreed on")
         self._moves.carry_out(plan)
         copied = self._clock()
         if batch is not None and self._device.type == "cpu":
