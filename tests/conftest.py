@@ -7,6 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
+
+# How long an example takes tells of the machine and of what else runs there.
+settings.register_profile("pagemill", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("pagemill")
 
 
 @pytest.fixture(autouse=True)

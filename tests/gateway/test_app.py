@@ -20,7 +20,7 @@ import httpx
 import pytest
 from pagemill_testing.gateway_server import FLEET, GatewayServer, sse_events
 from pagemill_testing.prepared_models import byte_level_bpe, write_prepared_model
-from pagemill_testing.sockets import ipc_folder, wait_until
+from pagemill_testing.sockets import PATIENCE, ipc_folder, wait_until
 from pagemill_testing.stub_scheduler import Script, StubScheduler
 
 import pagemill_gateway
@@ -42,12 +42,6 @@ sys.exit(run(GatewaySettings(**settings)))
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def folder() -> Iterator[Path]:
     with ipc_folder() as path:
@@ -55,80 +49,96 @@ def folder() -> Iterator[Path]:
 
 
 class Process:
-    """A gateway process with a stub scheduler."""
+    """A gateway process with a stub scheduler, on a port that the system chooses."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self.url = f"http://127.0.0.1:{settings.setdefault('port', free_port())}"
-        settings |= {"cache_dir": str(folder), "frontend": f"ipc://{folder}/s", "log_format": "json"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, json.dumps(settings)], stderr=subprocess.PIPE, text=True
-        )
+        settings |= {"port": 0, "cache_dir": str(folder), "frontend": f"ipc://{folder}/s", "log_format": "json"}
+        settings.setdefault("peer_timeout", PATIENCE)
+        self.log = folder / "gateway.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen([sys.executable, "-c", PROGRAM, json.dumps(settings)], stderr=log)
 
     def __enter__(self) -> Process:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+
+    def until_ready(self) -> None:
+        self.url = wait_until(self._address, what="a gateway that listens")
+        wait_until(lambda: self.status() == 200, what="a gateway that is ready")
+
+    def _address(self) -> str | None:
+        assert self.process.poll() is None, self.log.read_text()
+        lines = self.log.read_text().split("\n")[:-1]  # what follows the last end of a line is not whole yet
+        entries = [json.loads(line) for line in lines if line.startswith("{")]
+        return next((str(entry["url"]) for entry in entries if entry["event"] == "listening"), None)
 
     def status(self, path: str = "/ready") -> int | None:
         try:
-            return httpx.get(self.url + path, timeout=10).status_code
+            return httpx.get(self.url + path, timeout=PATIENCE).status_code
         except httpx.TransportError:
             return None
 
-    def wait(self) -> tuple[int, list[dict[str, Any]]]:
-        """Exit status and log."""
-        _, errors = self.process.communicate(timeout=30)
-        return self.process.returncode, [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+    def wait(self) -> int:
+        """The exit status."""
+        return self.process.wait(PATIENCE)
 
 
-def stream(url: str, results: list[str]) -> threading.Thread:
-    def ask() -> None:
+class Stream:
+    """A request that is streamed to a thread."""
+
+    def __init__(self, url: str) -> None:
+        self.text = ""
+        self._url = url
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def join(self) -> str:
+        """All that has come."""
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+        return self.text
+
+    def _read(self) -> None:
         body = {"prompt": "x", "stream": True}
-        results.append(httpx.post(url + "/v1/completions", json=body, timeout=30).text)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    return thread
+        with httpx.stream("POST", self._url + "/v1/completions", json=body, timeout=PATIENCE) as response:
+            for part in response.iter_text():
+                self.text += part
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_streams_finish(folder: Path, number: int) -> None:
     write_prepared_model(folder)
-    with StubScheduler(f"ipc://{folder}/s", FLEET) as stub, Process(folder, shutdown_grace=10) as gateway:
-        wait_until(lambda: gateway.status() == 200)
+    with StubScheduler(f"ipc://{folder}/s", FLEET) as stub, Process(folder, shutdown_grace=600) as gateway:
+        gateway.until_ready()
         stub.script = Script(TOKENIZER.encode("one two three").ids)
         stub.held = True
-        results: list[str] = []
-        threads = [stream(gateway.url, results) for _ in range(4)]
+        streams = [Stream(gateway.url) for _ in range(4)]
         stub.wait_for(lambda: stub.running == 4)
         gateway.process.send_signal(number)
         wait_until(lambda: gateway.status() == 503)
-        refused = httpx.post(gateway.url + "/v1/completions", json={"prompt": "x"}, timeout=10)
+        refused = httpx.post(gateway.url + "/v1/completions", json={"prompt": "x"}, timeout=PATIENCE)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "server_stopping"
         assert gateway.status("/health") == 200
         stub.held = False
-        for thread in threads:
-            thread.join(20)
-        assert [sse_events(result)[-1] for result in results] == ["[DONE]"] * 4
-        assert gateway.wait()[0] == 0
+        assert [sse_events(stream.join())[-1] for stream in streams] == ["[DONE]"] * 4
+        assert gateway.wait() == 0
         assert not stub.aborted
 
 
 def test_at_the_end_of_the_grace_streams_end_with_an_error(folder: Path) -> None:
     write_prepared_model(folder)
     with StubScheduler(f"ipc://{folder}/s", FLEET) as stub, Process(folder, shutdown_grace=0.3) as gateway:
-        wait_until(lambda: gateway.status() == 200)
+        gateway.until_ready()
         stub.script = Script(TOKENIZER.encode("one").ids, FinishReason.NOT_FINISHED)
-        results: list[str] = []
-        thread = stream(gateway.url, results)
-        stub.wait_for(lambda: stub.running)
+        stream = Stream(gateway.url)
+        wait_until(lambda: "data: " in stream.text)  # before its first token it is answered as any other request
         gateway.process.terminate()
-        thread.join(20)
-        assert json.loads(sse_events(results[0])[-1])["error"]["code"] == "server_stopping"
-        assert gateway.wait()[0] == 0
+        assert json.loads(sse_events(stream.join())[-1])["error"]["code"] == "server_stopping"
+        assert gateway.wait() == 0
         stub.wait_for(lambda: not stub.running)
 
 
@@ -137,19 +147,18 @@ def test_at_the_end_of_the_grace_streams_end_with_an_error(folder: Path) -> None
 def test_a_second_signal_ends_at_once_with_an_error(folder: Path, number: int, output: str) -> None:
     write_prepared_model(folder)
     with StubScheduler(f"ipc://{folder}/s", FLEET) as stub, Process(folder, shutdown_grace=600) as gateway:
-        wait_until(lambda: gateway.status() == 200)
+        gateway.until_ready()
         stub.script = Script(TOKENIZER.encode(output).ids, FinishReason.NOT_FINISHED)
-        results: list[str] = []
-        threads = [stream(gateway.url, results) for _ in range(4)]
+        streams = [Stream(gateway.url) for _ in range(4)]
         stub.wait_for(lambda: stub.running == 4)
+        if output:  # before its first token a stream is answered as any other request
+            wait_until(lambda: all("data: " in stream.text for stream in streams))
         gateway.process.send_signal(number)
         wait_until(lambda: gateway.status() == 503)
         gateway.process.send_signal(number)
-        assert gateway.wait()[0] == 0
-        for thread in threads:
-            thread.join(20)
-        assert len(results) == 4
-        for result in results:
+        assert gateway.wait() == 0
+        for stream in streams:
+            result = stream.join()
             last = sse_events(result)[-1] if output or result.startswith("data: ") else result
             assert json.loads(last)["error"]["code"] == "server_stopping"
 
@@ -157,7 +166,7 @@ def test_a_second_signal_ends_at_once_with_an_error(folder: Path, number: int, o
 def test_it_sleeps_when_nothing_is_to_do(folder: Path) -> None:
     write_prepared_model(folder)
     with StubScheduler(f"ipc://{folder}/s", FLEET), Process(folder) as gateway:
-        wait_until(lambda: gateway.status() == 200)
+        gateway.until_ready()
 
         def cpu() -> float:
             fields = Path(f"/proc/{gateway.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -273,7 +282,7 @@ print("fine")
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert done.stdout == "fine\n", done.stderr
 
@@ -283,4 +292,4 @@ def test_torch_is_not_imported_where_it_is_installed(folder: Path) -> None:
 import sys, pagemill_gateway.app
 assert not {"torch", "triton"} & sys.modules.keys()
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=110)

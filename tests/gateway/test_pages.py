@@ -30,11 +30,11 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def api() -> Iterator[Stage]:
     with stage() as running:
-        running.stub.interval = 0.02  # so that a rate can be told
         yield running
 
 
 def ask(page: Page, text: str) -> None:
+    expect(page.get_by_role("button", name="Send")).to_be_visible()  # nothing is sent before an answer has ended
     page.get_by_label("Message").fill(text)
     page.keyboard.press("Enter")
 
@@ -76,9 +76,17 @@ def test_no_script_makes_html_of_text() -> None:
 
 def test_an_answer_streams_in_with_its_figures(api: Stage, browser: Browser) -> None:
     api.stub.replay(ids("The capital of France is Paris."))
+    api.stub.held = True
     with visit(browser, api.gateway.url) as page:
         expect(page.get_by_label("Model")).to_have_value("tiny")
         ask(page, "Where?")
+        api.stub.wait_for(lambda: api.stub.running)
+        api.stub.deliver_once()
+        expect(page.locator(".answer .words")).to_have_text(re.compile("."))
+        first_shown = page.evaluate("performance.now()")
+        # So that a rate can be told, however the other pieces come:
+        wait_until(lambda: page.evaluate("performance.now()") > first_shown + 200)
+        api.stub.held = False
         expect(page.locator(".own")).to_have_text("Where?")
         expect(page.locator(".answer .words")).to_have_text("The capital of France is Paris.")
         expect(page.locator(".answer .figures")).to_have_text(FIGURES)

@@ -172,9 +172,17 @@ class Lockstep(RuleBasedStateMachine):
             self.core.simulation.assert_free()
 
 
-def run_lockstep(examples: int) -> Counter[str]:
-    """What all examples together have seen."""
+def run_lockstep(examples: int, least: dict[str, int]) -> Counter[str]:
+    """What all examples together have seen; a few times as many are taken where that is less than ``least``."""
     seen: Counter[str] = Counter()
+    for _ in range(5):
+        run_once(examples, seen)
+        if all(seen[name] >= count for name, count in least.items()):
+            break
+    return seen
+
+
+def run_once(examples: int, seen: Counter[str]) -> None:
     run_state_machine_as_test(
         type("Lockstep", (Lockstep,), {"seen": seen}),
         settings=settings(
@@ -185,17 +193,17 @@ def run_lockstep(examples: int) -> Counter[str]:
             print_blob=True,
         ),
     )
-    return seen
 
 
 def test_the_core_plans_as_the_reference_does() -> None:
-    seen = run_lockstep(150)
-    assert seen["plans"] > 500
-    assert seen["resumed"] > 0
+    least = {"plans": 500, "resumed": 1}
+    seen = run_lockstep(150, least)
+    assert all(seen[name] >= count for name, count in least.items()), seen
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3000)
 def test_the_core_plans_as_the_reference_does_in_a_long_run() -> None:
-    seen = run_lockstep(2000)
-    assert min(seen["copies"], seen["swapped_in"], seen["resumed"]) > 100
+    least = dict.fromkeys(("copies", "swapped_in", "resumed"), 101)
+    seen = run_lockstep(2000, least)
+    assert all(seen[name] >= count for name, count in least.items()), seen

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from pagemill_testing.sockets import ipc_folder, python, wait_until
+from pagemill_testing.sockets import PATIENCE, ipc_folder, python, wait_until
 from structlog.testing import capture_logs
 
 from pagemill_shared.channel import Context, DealerChannel, RouterChannel
@@ -245,7 +245,7 @@ def test_bytes_that_are_not_our_protocol_reach_nobody(bench: Bench, data: bytes)
     route = connected(router, good)
     host, port = router.endpoint.removeprefix("tcp://").split(":")
     # The other side may hang up at any point.
-    with socket.create_connection((host, int(port)), timeout=20) as raw, contextlib.suppress(OSError):
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as raw, contextlib.suppress(OSError):
         raw.sendall(data)
         raw.shutdown(socket.SHUT_WR)
         while raw.recv(1000):
@@ -258,7 +258,7 @@ def test_bytes_that_are_not_our_protocol_reach_nobody(bench: Bench, data: bytes)
 def test_connections_that_fail_the_handshake_are_counted_and_logged(bench: Bench) -> None:
     router = bench.router("tcp://127.0.0.1:*")
     host, port = router.endpoint.removeprefix("tcp://").split(":")
-    with capture_logs() as logs, socket.create_connection((host, int(port)), timeout=20) as raw:
+    with capture_logs() as logs, socket.create_connection((host, int(port)), timeout=PATIENCE) as raw:
         raw.sendall(GREETING)
         wait_until(lambda: router.broken() or router.refused, what="refusal")
     assert router.refused == 1
@@ -300,7 +300,7 @@ def test_a_killed_process_is_noticed_at_once_and_it_alone(bench: Bench, folder: 
     with python(CHILD, router.endpoint) as child:
         [(route, _)] = said(router)
         child.send_signal(signal.SIGKILL)
-        assert poller.poll(20_000), "the poller must wake without a message"
+        assert poller.poll(60_000), "the poller must wake without a message"
         assert wait_until(router.broken) == [route]
     assert not router.send(route, Heartbeat(1, 0, 0))
     assert router.send(good_route, Heartbeat(1, 0, 0))
@@ -330,13 +330,15 @@ def test_a_connection_to_a_host_that_vanished_without_a_word_ends(
         assert child.stdout is not None
         assert child.stdout.readline() == "bound\n"
         dealer = bench.dealer(f"ipc://{folder}/s")
-        wait_until(lambda: dealer.send(Heartbeat(1, 0, 0)), what="connection")
-        wait_until(lambda: dealer.receive(1), dealer.socket)
+        # Either process may itself stand still for so long that the connection ends and another one begins.
+        wait_until(lambda: dealer.send(Heartbeat(1, 0, 0)) and dealer.receive(100), what="connection")
         child.send_signal(signal.SIGSTOP)  # answers nothing, closes nothing
         wait_until(lambda: not dealer.send(Heartbeat(2, 0, 0)), what="end of the connection")
         child.send_signal(signal.SIGCONT)
-        wait_until(lambda: dealer.send(Heartbeat(3, 0, 0)), what="new connection")
-        wait_until(lambda: Heartbeat(3, 0, 0) in dealer.receive(100), dealer.socket)
+        wait_until(
+            lambda: dealer.send(Heartbeat(3, 0, 0)) and Heartbeat(3, 0, 0) in dealer.receive(100),
+            what="new connection",
+        )
 
 
 @ENDPOINTS

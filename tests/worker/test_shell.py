@@ -40,7 +40,9 @@ from pagemill_worker.shell import Shell
 
 M = TypeVar("M", bound=Message)
 HELLO = worker_hello("worker-1")
-INTERVAL, TIMEOUT = 0.02, 0.2
+INTERVAL = 0.02
+SOON = 0.2
+"""A time after which a worker may count its scheduler as lost. Elsewhere it never does, however slow this process."""
 
 
 class StubRunner:
@@ -68,25 +70,33 @@ class StubRunner:
 
 
 class StubScheduler:
-    """A bound ROUTER that a test speaks through. ``expect`` passes over heartbeats unless they are asked for."""
+    """A bound ROUTER that a test speaks through. ``expect`` passes over heartbeats unless they are asked for, and over
+    what else is in ``passed_over``."""
 
     def __init__(self, context: Context, endpoint: str) -> None:
         self.channel = RouterChannel(context, "backend", endpoint, keys=None, allow_insecure_bind=False)
         self.channel.socket.linger = 0
         self.route = b""
+        self.passed_over: tuple[type[Message], ...] = (Heartbeat,)
         self._queue: list[Message] = []
 
     def expect(self, kind: type[M]) -> M:
-        """The next message, which must be a ``kind`` (after any heartbeats)."""
+        """The next message, which must be a ``kind`` (after any that are passed over)."""
         while True:
             wait_until(self._fill, self.channel.socket, what=kind.__name__)
             message = self._queue.pop(0)
             if isinstance(message, kind):
                 return message
-            assert isinstance(message, Heartbeat), message
+            assert isinstance(message, self.passed_over), message
 
     def nothing_but_heartbeats(self, count: int) -> list[Heartbeat]:
         return [self.expect(Heartbeat) for _ in range(count)]
+
+    def heartbeat_of(self, epoch: int, sent: int, received: int) -> Heartbeat:
+        """The next that says so; those before were on their way already."""
+        wanted = Heartbeat(epoch, sent, received)
+        wait_until(lambda: self.expect(Heartbeat) == wanted, what=str(wanted))
+        return wanted
 
     def send(self, *messages: Message) -> None:
         for message in messages:
@@ -106,7 +116,7 @@ class StubScheduler:
 class Running:
     """A worker shell in a thread of its own, and the stub scheduler that it finds."""
 
-    def __init__(self, stack: ExitStack, folder: Path, grace: float) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, grace: float, peer_timeout: float) -> None:
         self._stack = stack
         self.context: Context = stack.enter_context(zmq.Context())
         self.endpoint = f"ipc://{folder}/backend"
@@ -115,7 +125,7 @@ class Running:
         self.channel.socket.linger = 0
         wakeup = Wakeup()
         stack.callback(wakeup.close)
-        link = PeerLink(HELLO, heartbeat_interval=INTERVAL, peer_timeout=TIMEOUT)
+        link = PeerLink(HELLO, heartbeat_interval=INTERVAL, peer_timeout=peer_timeout)
         self.shell = Shell(self.runner, self.channel, wakeup, link, shutdown_grace=grace)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -147,9 +157,9 @@ class Running:
 
 
 @contextmanager
-def running(*, grace: float = 60.0) -> Iterator[Running]:
+def running(*, grace: float = 600.0, peer_timeout: float = 600.0) -> Iterator[Running]:
     with ipc_folder() as folder, ExitStack() as stack:
-        yield Running(stack, folder, grace)
+        yield Running(stack, folder, grace, peer_timeout)
 
 
 # ---------------------------------------------------------------- plans and results
@@ -171,6 +181,7 @@ def test_what_the_runner_announces_is_sent_between_results_and_only_in_its_epoch
     with running() as run:
         scheduler = run.scheduler()
         scheduler.welcome(10)
+        wait_until(lambda: run.runner.begun)
         run.runner.announce(GrammarCompiled(9, 1, 2))
         run.runner.announce(GrammarCompiled(10, 1, 2, "broken"))
         assert scheduler.expect(GrammarCompiled) == GrammarCompiled(10, 1, 2, "broken")
@@ -182,6 +193,8 @@ def test_a_result_says_how_long_its_plan_was_waited_for() -> None:
     with running() as run:
         scheduler = run.scheduler()
         scheduler.welcome(10)
+        wait_until(lambda: run.runner.begun)
+        scheduler.heartbeat_of(10, 0, 0)
         scheduler.nothing_but_heartbeats(3)
         scheduler.send(IterationPlan(10, 1))
         assert scheduler.expect(IterationResult).wait_us >= INTERVAL * 1e6
@@ -194,8 +207,8 @@ def test_heartbeats_go_on_while_a_plan_is_carried_out_and_count_what_came_and_we
         run.runner.gate.clear()
         scheduler.send(IterationPlan(10, 1), IterationPlan(10, 2))
         wait_until(lambda: run.runner.executed)
-        beats = scheduler.nothing_but_heartbeats(5)
-        assert (beats[-1].epoch, beats[-1].sent, beats[-1].received) == (10, 0, 2)
+        beat = scheduler.heartbeat_of(10, 0, 2)
+        assert scheduler.nothing_but_heartbeats(5) == [beat] * 5
         run.runner.gate.set()
         scheduler.expect(IterationResult)
         scheduler.expect(IterationResult)
@@ -239,9 +252,10 @@ def test_a_plan_out_of_turn_is_not_carried_out() -> None:
 
 
 def test_a_worker_that_comes_first_says_so_and_waits_for_its_scheduler() -> None:
-    with capture_logs() as logs, running() as run:
+    with capture_logs() as logs, running(peer_timeout=SOON) as run:
         wait_until(lambda: [line for line in logs if line["event"] == "no scheduler answers; trying on"])
         scheduler = run.scheduler()
+        scheduler.passed_over += (WorkerHello,)  # it is repeated when the welcome is late
         scheduler.welcome(10)
         scheduler.send(IterationPlan(10, 1))
         scheduler.expect(IterationResult)
@@ -265,9 +279,11 @@ def test_a_restarted_scheduler_is_joined_again() -> None:
 
 
 def test_a_silent_scheduler_is_waited_for() -> None:
-    with capture_logs() as logs, running() as run:
+    with capture_logs() as logs, running(peer_timeout=SOON) as run:
         scheduler = run.scheduler()
+        scheduler.passed_over += (WorkerHello,)  # it is repeated when the welcome is late
         scheduler.welcome(10)
+        wait_until(lambda: run.runner.begun)
         wait_until(lambda: "the scheduler is silent; trying on" in [line["event"] for line in logs])
         scheduler.nothing_but_heartbeats(3)
         scheduler.send(IterationPlan(10, 1))  # it was only slow: the epoch goes on
@@ -359,7 +375,7 @@ def test_a_worker_without_scheduler_leaves_at_once() -> None:
 
 
 def test_a_leaving_worker_that_nobody_dismisses_ends_with_the_grace_period() -> None:
-    with capture_logs() as logs, running(grace=TIMEOUT / 4) as run:
+    with capture_logs() as logs, running(grace=SOON / 4) as run:
         scheduler = run.scheduler()
         scheduler.welcome(10)
         wait_until(lambda: run.runner.begun)

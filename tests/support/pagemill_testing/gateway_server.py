@@ -19,7 +19,7 @@ from pagemill_gateway.app import bind, serve
 from pagemill_shared.messages import FleetStatus
 from pagemill_shared.settings import GatewaySettings
 from pagemill_testing.prepared_models import FINGERPRINT, write_prepared_model
-from pagemill_testing.sockets import ipc_folder
+from pagemill_testing.sockets import PATIENCE, ipc_folder
 from pagemill_testing.stub_scheduler import StubScheduler
 
 
@@ -84,7 +84,7 @@ class GatewayServer:
             "frontend": endpoint,
             "cache_dir": cache_dir,
             "heartbeat_interval": 0.1,
-            "peer_timeout": 1.0,
+            "peer_timeout": PATIENCE,  # a stub that stands still for a moment is not lost
             "shutdown_grace": 1.0,
         }
         self.settings = GatewaySettings(**(defaults | settings))
@@ -98,14 +98,14 @@ class GatewayServer:
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread.start()
-        assert self._started.wait(10)
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        assert self._started.wait(PATIENCE)
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
         self.stop()
-        self._thread.join(20)
+        self._thread.join(PATIENCE)
         self.listener.close()
         assert not self._thread.is_alive(), "the gateway did not stop"
         if self.error is not None:
@@ -117,9 +117,9 @@ class GatewayServer:
             self._loop.call_soon_threadsafe(self._stop.set)
 
     def join(self) -> None:
-        self._thread.join(20)
+        self._thread.join(PATIENCE)
 
-    def until(self, path: str, status: int, timeout: float = 20.0) -> httpx.Response:
+    def until(self, path: str, status: int, timeout: float = PATIENCE) -> httpx.Response:
         """Asks ``path`` until it answers with ``status``."""
         deadline = time.monotonic() + timeout
         while True:

@@ -15,7 +15,7 @@ import zmq
 
 T = TypeVar("T")
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds until a condition that must come true counts as failed. Tests never take that long when they pass."""
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import zmq
@@ -34,6 +36,9 @@ from pagemill_shared.messages import (
 )
 from pagemill_shared.numbering import Incoming, Outgoing, Verdict
 from pagemill_shared.schema import Message
+from pagemill_testing.sockets import PATIENCE
+
+T = TypeVar("T")
 
 _HEARTBEAT_S = 0.1
 
@@ -137,7 +142,8 @@ class Gateway:
 
 
 class StubScheduler:
-    """Runs in a thread while it is used as a context. Its fields are safe to read while :meth:`wait_for` waits.
+    """Runs in a thread while it is used as a context. What :meth:`wait_for` waits for is looked at between two of its
+    steps, so that what it has recorded of a message is whole.
 
     Args:
         endpoint: where gateways connect, ``ipc://…``.
@@ -162,21 +168,20 @@ class StubScheduler:
         self.interval = interval
         self.held = False
         """Whether deliveries wait."""
-        self.silent = False
-        """Whether it reads nothing and says nothing, like a stopped process."""
         self.cached_tokens = 0
         """What it says was found in the prefix cache, of every request."""
         self.state: dict[str, Any] = {"metrics": {"num_requests_running": 0}, "workers": [], "requests": []}
         self.submitted: list[SubmitRequest] = []
         self.aborted: list[int] = []
+        """Of those that were submitted, as all that is recorded: what comes late of earlier ones is passed over."""
         self.finished: list[tuple[int, int, int]] = []
         """(handle, sequence, tokens kept) of each sequence that the gateway ended."""
         self.synced: list[list[int]] = []
         self.gateways: dict[bytes, Gateway] = {}
         self._epochs = incarnation << 32
         self._drop_next = 0
-        self._changed = threading.Condition()
-        self._calls: list[Callable[[], None]] = []
+        self._silent = False
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="stub scheduler", daemon=True)
 
@@ -190,24 +195,37 @@ class StubScheduler:
 
     def __exit__(self, *_: object) -> None:
         self._stop = True
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
         self._channel.close()
         self._context.destroy(linger=0)
 
-    def wait_for(self, condition: Callable[[], Any], timeout: float = 20.0) -> Any:
+    def wait_for(self, condition: Callable[[], T], timeout: float = PATIENCE) -> T:
         """The first true value of ``condition``; fails when there is none in time."""
         deadline = time.monotonic() + timeout
-        while not (value := condition()):
+        while not (value := self._call(condition)):
             assert time.monotonic() < deadline, "the stub scheduler waited in vain"
-            with self._changed:
-                self._changed.wait(0.02)
+            time.sleep(0.002)
         return value
 
     def replay(self, token_ids: Sequence[int], finish: FinishReason = FinishReason.LENGTH, **options: Any) -> None:
         """Answers requests with these tokens from now on. Waits until nothing runs, and forgets what was recorded."""
         self.wait_for(lambda: not self.running)
-        self.script = Script(list(token_ids), finish, **options)
+        self._call(lambda: self._begin(Script(list(token_ids), finish, **options)))
+
+    def _begin(self, script: Script) -> None:
+        self.script = script
         self.submitted, self.aborted, self.finished, self.synced = [], [], [], []
+
+    def fall_silent(self) -> None:
+        """From now on it reads nothing and says nothing, like a stopped process."""
+        self._call(lambda: setattr(self, "_silent", True))
+
+    def speak_again(self) -> None:
+        self._call(lambda: setattr(self, "_silent", False))
+
+    def deliver_once(self) -> None:
+        """One delivery while the others are held."""
+        self._call(lambda: [self._deliver(route, gateway) for route, gateway in self.gateways.items()])
 
     def set_fleet(self, fleet: FleetStatus) -> None:
         self._call(lambda: self._push_fleet(fleet))
@@ -230,23 +248,31 @@ class StubScheduler:
 
     # ------------------------------------------------------------ the thread
 
-    def _call(self, work: Callable[[], object]) -> None:
-        done = threading.Event()
-        self._calls.append(lambda: (work(), done.set())[0])  # type: ignore[func-returns-value]
-        assert done.wait(10)
+    def _call(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives in the thread, between two steps."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._calls.put(run)
+        return done.result(PATIENCE)
 
     def _run(self) -> None:
         poller = zmq.Poller()
         self._channel.register(poller)
         heartbeat = delivery = time.monotonic()
         while not self._stop:
-            busy = self.running and not self.held
+            busy = self.running and not self.held and not self._silent
             poller.poll((self.interval * 1000 if self.interval else 0) if busy else 5)
-            if self.silent:
+            while not self._calls.empty():
+                self._calls.get()()
+            if self._silent:
                 time.sleep(0.005)
                 continue
-            while self._calls:
-                self._calls.pop(0)()
             for route, message in self._channel.receive(1000):
                 self._receive(route, message)
             self._channel.broken()
@@ -284,8 +310,6 @@ class StubScheduler:
                 self._apply(gateway, message)
             elif verdict is Verdict.BROKEN:
                 self._welcome(route, gateway)
-        with self._changed:
-            self._changed.notify_all()
 
     def _apply(self, gateway: Gateway, message: Message) -> None:
         match message:
@@ -298,16 +322,19 @@ class StubScheduler:
                 if handle not in gateway.running:
                     gateway.running[handle] = Running(message, self.answer(message))
                     self.submitted.append(message)
-            case AbortRequest(handle=handle):
+            case AbortRequest(handle=handle) if self._recorded(handle):
                 self.aborted.append(handle)
                 gateway.running.pop(handle, None)
-            case SequenceFinished(handle=handle, sequence=sequence, tokens_kept=kept):
+            case SequenceFinished(handle=handle, sequence=sequence, tokens_kept=kept) if self._recorded(handle):
                 self.finished.append((handle, sequence, kept))
                 running = gateway.running.get(handle)
                 if running is not None:
                     running.open.discard(sequence)
                     if not running.open:
                         del gateway.running[handle]
+
+    def _recorded(self, handle: int) -> bool:
+        return any(submit.handle == handle for submit in self.submitted)
 
     def _welcome(self, route: bytes, gateway: Gateway) -> None:
         self._epochs += 1
@@ -383,8 +410,6 @@ class StubScheduler:
             self._drop_next = 0
         else:
             self._send(route, delivery)
-        with self._changed:
-            self._changed.notify_all()
 
     def _push_fleet(self, fleet: FleetStatus) -> None:
         self.fleet = fleet
