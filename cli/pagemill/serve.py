@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic_settings import BaseSettings
@@ -30,8 +32,11 @@ def serve(settings: ServeSettings) -> int:
     Raises:
         ConfigurationError: the address cannot be bound.
     """
-    settings = settings.model_copy(update={"port": free_port(settings.host, settings.port)})
+    with reserved_port(settings.host, settings.port) as port, private_folder() as folder:
+        return _serve(settings.model_copy(update={"port": port}), folder)
 
+
+def _serve(settings: ServeSettings, folder: Path) -> int:
     async def announce() -> None:
         await until_ready(settings.host, settings.port)
         name = settings.served_model_name or read_manifest(prepared_folder(settings.cache_dir, settings.model)).name
@@ -44,13 +49,12 @@ def serve(settings: ServeSettings) -> int:
     def report(part: str, line: str) -> None:
         print(labelled(part, line, settings.log_format), file=sys.stderr, flush=True)
 
-    with private_folder() as folder:
-        supervisor = Supervisor(stages(settings, folder), first=[_preparation(settings)], report=report)
-        try:
-            return asyncio.run(supervisor.run(announce))
-        except PartError as failure:
-            print(f"pagemill serve: {failure}", file=sys.stderr, flush=True)
-            return failure.exit_code
+    supervisor = Supervisor(stages(settings, folder), first=[_preparation(settings)], report=report)
+    try:
+        return asyncio.run(supervisor.run(announce))
+    except PartError as failure:
+        print(f"pagemill serve: {failure}", file=sys.stderr, flush=True)
+        return failure.exit_code
 
 
 def labelled(part: str, line: str, log_format: str) -> str:
@@ -61,22 +65,30 @@ def labelled(part: str, line: str, log_format: str) -> str:
     return line if line.startswith("{") else json.dumps({"event": line, "process": part})
 
 
-def free_port(host: str, port: int) -> int:
+@contextlib.contextmanager
+def reserved_port(host: str, port: int) -> Iterator[int]:
     """``port`` if it can be bound now, or a free one for 0. Asked before anything slow begins.
+
+    On Linux it is kept as long as the context lasts: nobody else is given it before the gateway listens there, nor
+    while one that has died is started again. The gateway itself can bind it, too, since both say SO_REUSEADDR.
 
     Raises:
         ConfigurationError: names the address and the reason.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise ConfigurationError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+    with contextlib.ExitStack() as kept:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            keeper = kept.enter_context(socket.socket(family, kind, protocol))
+            keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            keeper.bind(address)
+            found = int(keeper.getsockname()[1])
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+        if sys.platform != "linux":
+            keeper.close()  # elsewhere it would be in the gateway's way
+        yield found
 
 
 def stages(settings: ServeSettings, folder: Path) -> list[list[Part]]:

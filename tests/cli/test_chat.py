@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pty
 import re
@@ -17,6 +18,7 @@ from pagemill_testing.prepared_models import byte_level_bpe
 from pagemill_testing.prepared_models import byte_level_ids as ids
 from pagemill_testing.program import INTERRUPTIBLE
 from pagemill_testing.sockets import wait_until
+from pagemill_testing.stub_scheduler import Script
 
 from pagemill.chat import Conversation, Figures
 from pagemill_shared.messages import FinishReason
@@ -26,7 +28,7 @@ TOKENIZER = byte_level_bpe()
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[Stage]:
-    with stage() as running:
+    with stage(peer_timeout=30) as running:
         yield running
 
 
@@ -68,7 +70,7 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
         os.close(self._ours)
 
     def type(self, text: str) -> None:
@@ -76,19 +78,31 @@ class Terminal:
 
     def until(self, pattern: str) -> str:
         """Waits for what the screen shows since the last call; that text."""
-
-        def shown() -> str:
-            try:
-                self.seen += os.read(self._ours, 65536).decode(errors="replace")
-            except BlockingIOError:
-                pass
-            except OSError:  # the other end is closed
-                assert re.search(pattern, self.seen), self.seen
-            return self.seen if re.search(pattern, self.seen) else ""
-
-        text = wait_until(shown, what=f"{pattern} on the screen")
+        text = wait_until(lambda: self._shown(pattern), what=f"{pattern} on the screen")
         self.seen = ""
         return text
+
+    def interrupt_until(self, pattern: str) -> None:
+        """Ctrl-C at the prompt, more than once if need be: one that comes when the prompt is there, but readline does
+        not wait for a key yet, is only heard of with the next."""
+        pauses = itertools.count()
+
+        def shown() -> str:
+            if next(pauses) % 200 == 0:  # once a second, as long as nothing comes of it
+                self.process.send_signal(signal.SIGINT)
+            return self._shown(pattern)
+
+        wait_until(shown, what=f"{pattern} on the screen")
+        self.seen = ""
+
+    def _shown(self, pattern: str) -> str:
+        try:
+            self.seen += os.read(self._ours, 65536).decode(errors="replace")
+        except BlockingIOError:
+            pass
+        except OSError:  # the other end is closed
+            assert re.search(pattern, self.seen), self.seen
+        return self.seen if re.search(pattern, self.seen) else ""
 
 
 # ---------------------------------------------------------------- one answer
@@ -150,7 +164,7 @@ def test_an_answer_that_breaks_off_is_told_of(api: Stage) -> None:
     assert running.stdout is not None
     assert running.stdout.read(11) == "The capital"
     api.stub.fail("worker_lost", "the worker died")
-    out, err = running.communicate(timeout=30)
+    out, err = running.communicate(timeout=60)
     assert (running.returncode, out, err) == (1, "\n", "pagemill chat: the worker died\n")
 
 
@@ -159,7 +173,7 @@ def test_ctrl_c_before_the_first_piece_leaves_standard_output_empty(api: Stage) 
     running = subprocess.Popen(command(api, "Where?"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     api.stub.wait_for(lambda: api.stub.running)
     running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=30)
+    out, err = running.communicate(timeout=60)
     assert (running.returncode, out, err) == (130, "", "")
     api.stub.wait_for(lambda: api.stub.aborted)
 
@@ -171,20 +185,17 @@ def test_an_answer_without_text_is_an_empty_line(api: Stage) -> None:
 
 
 def test_a_reader_that_goes_away_ends_the_request(api: Stage) -> None:
-    api.stub.replay(ids("word " * 400), per_delivery=1, finish=FinishReason.NOT_FINISHED)
-    api.stub.interval = 0.005
-    try:
-        running = subprocess.Popen(command(api, "Go"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert running.stdout is not None
-        assert running.stdout.read(4) == "word"
-        running.stdout.close()
-        api.stub.wait_for(lambda: api.stub.aborted)
-        assert running.stderr is not None
-        assert running.stderr.read() == ""
-        assert running.wait(20) == 141
-        running.stderr.close()
-    finally:
-        api.stub.interval = 0.0
+    api.stub.replay(ids("word"), FinishReason.NOT_FINISHED)
+    running = subprocess.Popen(command(api, "Go"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    assert running.stdout.read(4) == "word"
+    running.stdout.close()
+    api.stub.go_on(ids(" after word"), FinishReason.NOT_FINISHED)
+    api.stub.wait_for(lambda: api.stub.aborted)
+    assert running.stderr is not None
+    assert running.stderr.read() == ""
+    assert running.wait(60) == 141
+    running.stderr.close()
 
 
 def test_ctrl_c_ends_a_single_answer(api: Stage) -> None:
@@ -194,13 +205,13 @@ def test_ctrl_c_ends_a_single_answer(api: Stage) -> None:
     assert running.stdout is not None
     assert running.stdout.read(11) == "The capital"
     running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=30)
+    out, err = running.communicate(timeout=60)
     assert (running.returncode, out, err) == (130, "\n", "")
     api.stub.wait_for(lambda: api.stub.aborted)
 
 
 def test_the_key(tmp_path: Any) -> None:
-    with stage(api_key="s3cret-ä") as running:
+    with stage(api_key="s3cret-ä", peer_timeout=30) as running:
         running.stub.replay(ids("fine"))
         done = run(running, "x")
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
@@ -212,32 +223,30 @@ def test_the_key(tmp_path: Any) -> None:
 
 
 def test_a_conversation_in_a_terminal(api: Stage) -> None:
-    api.stub.interval = 0.01
-    try:
-        api.stub.replay(ids("It is fine."))
-        with Terminal(api) as terminal:
-            assert "tiny" in terminal.until("> $")
-            terminal.type("Alpha\n")
-            assert re.search(r"It is fine\.\r\n.*\d+ tokens, [\d.]+ tokens/s, first after", terminal.until("> $"))
-            terminal.type("/help\n")
-            terminal.until("/bye ends")
-            terminal.type("Beta\\\nGamma\n")
-            terminal.until(r"first after [^>]*> $")
-            terminal.type("/new\n")
-            terminal.until("forgotten")
-            terminal.type("Delta\n")
-            terminal.until(r"first after [^>]*> $")
-            terminal.type("/bye\n")
-            assert terminal.process.wait(20) == 0
-        first, second, third = prompts(api)
-        assert "Alpha" in first
-        assert (
-            "user\nAlpha<|im_end|>\n<|im_start|>assistant\nIt is fine.<|im_end|>\n<|im_start|>user\nBeta\nGamma"
-            in second
-        )
-        assert "Alpha" not in third
-    finally:
-        api.stub.interval = 0.0
+    api.stub.replay(ids("It is"), FinishReason.NOT_FINISHED)
+    with Terminal(api) as terminal:
+        assert "tiny" in terminal.until("> $")
+        terminal.type("Alpha\n")
+        terminal.until("It is$")  # what comes later gives the rate that is shown
+        api.stub.go_on(ids(" fine."))
+        assert re.search(r" fine\.\r\n.*\d+ tokens, [\d.]+ tokens/s, first after", terminal.until("> $"))
+        api.stub.script = Script(ids("It is fine."))
+        terminal.type("/help\n")
+        terminal.until("/bye ends")
+        terminal.type("Beta\\\nGamma\n")
+        terminal.until(r"first after [^>]*> $")
+        terminal.type("/new\n")
+        terminal.until("forgotten")
+        terminal.type("Delta\n")
+        terminal.until(r"first after [^>]*> $")
+        terminal.type("/bye\n")
+        assert terminal.process.wait(60) == 0
+    first, second, third = prompts(api)
+    assert "Alpha" in first
+    assert (
+        "user\nAlpha<|im_end|>\n<|im_start|>assistant\nIt is fine.<|im_end|>\n<|im_start|>user\nBeta\nGamma" in second
+    )
+    assert "Alpha" not in third
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(api: Stage) -> None:
@@ -249,13 +258,12 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(api: Stage) -> None:
         terminal.process.send_signal(signal.SIGINT)
         assert "stopped" in terminal.until("> $")
         api.stub.wait_for(lambda: api.stub.aborted)
-        terminal.process.send_signal(signal.SIGINT)
-        terminal.until("Ctrl-D or /bye ends")
+        terminal.interrupt_until("Ctrl-D or /bye ends")
         api.stub.replay(ids("fine"))
         terminal.type("Go on\n")
         terminal.until("fine\r\n")
         terminal.type("\x04")
-        assert terminal.process.wait(20) == 0
+        assert terminal.process.wait(60) == 0
     assert (
         "user\nWhere?<|im_end|>\n<|im_start|>assistant\nThe capital<|im_end|>\n<|im_start|>user\nGo on"
         in prompts(api)[0]

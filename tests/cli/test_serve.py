@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from pagemill.main import main
-from pagemill.serve import free_port, labelled, stages
+from pagemill.serve import labelled, reserved_port, stages
+from pagemill_gateway.app import bind
 from pagemill_shared.errors import ConfigurationError
 from pagemill_shared.settings import GatewaySettings, SchedulerSettings, ServeSettings, WorkerSettings
 
@@ -55,8 +58,9 @@ def test_a_taken_port_is_told_before_anything_starts(capsys: pytest.CaptureFixtu
 
 
 def test_an_address_that_is_not_ours_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"^cannot listen on no\.such\.host\.invalid port 8000: "):
-        free_port("no.such.host.invalid", 8000)
+    told = pytest.raises(ConfigurationError, match=r"^cannot listen on no\.such\.host\.invalid port 8000: ")
+    with told, reserved_port("no.such.host.invalid", 8000):
+        pass
 
 
 def test_lines_of_the_parts_are_labelled_and_json_stays_json() -> None:
@@ -67,6 +71,19 @@ def test_lines_of_the_parts_are_labelled_and_json_stays_json() -> None:
 
 
 def test_port_zero_becomes_a_free_port() -> None:
-    port = free_port("127.0.0.1", 0)
-    assert port > 0
-    assert free_port("127.0.0.1", port) == port
+    with reserved_port("127.0.0.1", 0) as port:
+        assert port > 0
+        with reserved_port("127.0.0.1", port) as again:
+            assert again == port
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the port is only kept on Linux")
+def test_the_port_is_kept_for_the_gateway_also_while_it_is_started_again() -> None:
+    with reserved_port("127.0.0.1", 0) as port:
+        for _ in range(2):
+            with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+                other.bind(("127.0.0.1", port))
+            with contextlib.closing(bind("127.0.0.1", port)) as listener:
+                listener.listen()
+                with socket.create_connection(("127.0.0.1", port)):
+                    listener.accept()[0].close()

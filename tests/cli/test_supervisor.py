@@ -14,7 +14,7 @@ import pytest
 from pagemill_testing.processes import is_alive, until
 
 PROGRAMS = Path(__file__).parent / "programs"
-DEADLINE = 30.0
+DEADLINE = 90.0
 THREE_PARTS = [[["scheduler", []]], [["worker 1", []], ["worker 2", []]], [["gateway", []]]]
 
 
@@ -84,7 +84,8 @@ def test_a_signal_stops_the_stages_in_reverse_order(start: Callable[..., Run], n
 
 
 def test_a_stage_waits_for_the_slowest_of_the_one_above_it(start: Callable[..., Run]) -> None:
-    run = start(stages=[[["scheduler", []]], [["worker 1", ["slow_stop=0.5"]], ["worker 2", []]], [["gateway", []]]])
+    slow = ["stop_after=worker 2 ended", "slow_stop=0.5"]
+    run = start(stages=[[["scheduler", []]], [["worker 1", slow], ["worker 2", []]], [["gateway", []]]])
     run.until_up()
     run.process.terminate()
     assert run.end()[0] == 0
@@ -145,7 +146,8 @@ def test_an_unasked_end_with_any_status_is_followed_by_a_start(start: Callable[.
 
 
 def test_a_part_that_dies_too_often_ends_the_server_with_the_cause(start: Callable[..., Run]) -> None:
-    run = start(stages=[[["scheduler", []]], [["worker", ["exit=7"]]], [["gateway", []]]], limit=2)
+    dying = ["wait_for=scheduler started", "exit=7"]
+    run = start(stages=[[["scheduler", []]], [["worker", dying]], [["gateway", []]]], limit=2)
     status, output = run.end()
     assert status == 1
     assert "failed: the worker ended more than 2 times within 60 s (last: exit status 7); giving up" in output
@@ -165,7 +167,7 @@ def test_a_part_that_refuses_its_configuration_is_not_started_again(start: Calla
 
 
 def test_a_part_that_does_not_stop_in_time_is_killed(start: Callable[..., Run]) -> None:
-    run = start(stages=[[["scheduler", []]], [["worker", ["ignore_term"]]]], stop_timeout=0.2)
+    run = start(stages=[[["scheduler", []]], [["worker", ["ignore_term", "stop_timeout=0.2"]]]])
     run.until_noted("scheduler started", "worker started")
     run.process.terminate()
     status, output = run.end()
@@ -176,7 +178,7 @@ def test_a_part_that_does_not_stop_in_time_is_killed(start: Callable[..., Run]) 
 
 
 def test_a_second_signal_hurries_who_is_stopping(start: Callable[..., Run]) -> None:
-    run = start(stages=[[["scheduler", []]], [["gateway", ["second_term"]]]], stop_timeout=1000.0)
+    run = start(stages=[[["scheduler", []]], [["gateway", ["second_term"]]]], hurry=1000.0)
     run.until_noted("scheduler started", "gateway started")
     run.process.send_signal(signal.SIGINT)
     run.until_noted("gateway told")
@@ -187,7 +189,7 @@ def test_a_second_signal_hurries_who_is_stopping(start: Callable[..., Run]) -> N
 
 
 def test_a_third_signal_kills_at_once(start: Callable[..., Run]) -> None:
-    run = start(stages=[[["worker", ["ignore_term"]]]], stop_timeout=1000.0)
+    run = start(stages=[[["worker", ["ignore_term"]]]], hurry=1000.0)
     run.until_noted("worker started")
     for count in (1, 2):
         run.process.send_signal(signal.SIGINT)
@@ -198,7 +200,7 @@ def test_a_third_signal_kills_at_once(start: Callable[..., Run]) -> None:
 
 
 def test_who_does_not_hurry_is_killed(start: Callable[..., Run]) -> None:
-    run = start(stages=[[["scheduler", []]], [["worker", ["ignore_term"]]]], stop_timeout=1000.0)
+    run = start(stages=[[["scheduler", []]], [["worker", ["ignore_term"]]]])
     run.until_noted("scheduler started", "worker started")
     run.process.send_signal(signal.SIGINT)
     run.until_noted("worker told")

@@ -19,11 +19,19 @@ def check(*arguments: object) -> int:
     return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], stderr=subprocess.DEVNULL).returncode
 
 
+def taken() -> socket.socket:
+    """A socket that keeps a port, and does not listen there."""
+    keeper = socket.socket()
+    keeper.bind(("127.0.0.1", 0))
+    return keeper
+
+
 def test_listening_means_every_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two, taken() as three:
         ports = [server.getsockname()[1] for server in (one, two)]
         assert check("listening", *ports) == 0
-    assert check("listening", ports[0]) == 1
+        assert check("listening", ports[0], three.getsockname()[1]) == 1
+        assert check("listening", three.getsockname()[1]) == 1
 
 
 def test_connected_means_a_connection_to_the_remote_port() -> None:
@@ -53,7 +61,8 @@ def test_http_means_an_answer_with_status_200() -> None:
         finally:
             server.shutdown()
             thread.join()
-    assert check("http", port, "/good") == 1
+    with taken() as deaf:
+        assert check("http", deaf.getsockname()[1], "/good") == 1
 
 
 def test_an_unknown_question_is_not_healthy() -> None:

@@ -37,9 +37,17 @@ def test_a_conversation_and_what_it_looks_like(server: ServeCommand, browser: Br
         expect(page.locator(".answer .words")).to_have_text("The capital of France is Paris.")
         for label, value in {"Temperature": "0.6", "Seed": "4", "Answers (n)": "3", "max_tokens": "60"}.items():
             page.get_by_label(label).fill(value)
-        ask(page, "Describe it at dawn, in two sentences.")
+        with server.worker_held():
+            ask(page, "Describe it at dawn, in two sentences.")
+            server.until_state(lambda state: state["requests_total"] == 1, "the question is there")
+        server.until_state(
+            lambda state: all(request["output_tokens"] for request in state["requests"]), "each answer has begun"
+        )
         cards = page.locator(".answers").nth(1).locator(".answer")
-        expect(cards).to_have_count(3)
+        with server.worker_held():  # the page has seen the first tokens before the others come: there is a rate to show
+            expect(cards).to_have_count(3)
+            for card in cards.all():
+                expect(card.locator(".figures")).to_contain_text("token", timeout=15_000)
         for card in cards.all():
             expect(card.locator(".figures")).to_contain_text("tokens/s")
             expect(card.locator(".figures")).to_contain_text("first after")

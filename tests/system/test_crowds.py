@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -69,11 +70,12 @@ def test_one_client_given_id_for_two_requests(server: ServeCommand) -> None:
     body = {"prompt": FRANCE, "max_tokens": 60, "ignore_eos": True, "request_id": "twin"}
     headers = {"X-Request-Id": "twin"}
     alone = server.ask(**body)
-    first = server.start(headers=headers, stream=True, **body)
+    with server.arriving_together(2):
+        first = server.start(headers=headers, stream=True, **{**body, "max_tokens": 4000})
+        second = server.start(headers=headers, stream=True, **body)
+        server.until_state(lambda s: [r["request_id"] for r in s["requests"]] == ["twin", "twin"], "both are there")
     first.until_tokens(2)
-    second = server.start(headers=headers, stream=True, **body)
     second.until_tokens(2)
-    assert [r["request_id"] for r in server.state()["requests"]] == ["twin", "twin"]
     server.drop(first)
     assert second.succeeded().token_ids == alone.token_ids
     assert second.headers["x-request-id"] == "twin"
@@ -84,10 +86,8 @@ def test_one_client_given_id_for_two_requests(server: ServeCommand) -> None:
 
 
 def test_a_long_prompt_stalls_neither_a_running_stream_nor_a_short_prompt(server: ServeCommand) -> None:
-    """By the scheduler's own count the stream gets a token in every iteration that computes the long prompt."""
-    running = server.stream(prompt=FRANCE, max_tokens=400, ignore_eos=True, request_id="running")
-    running.until_tokens(3)
-    long = server.stream(prompt=[300 + i % 1000 for i in range(1300)], max_tokens=2, request_id="long")
+    """By the scheduler's own count the stream gets a token in every iteration that computes the long prompt, and the
+    short prompt that comes behind it is answered before it is computed."""
 
     def in_prefill(state: dict[str, Any]) -> bool:
         return any(
@@ -95,41 +95,58 @@ def test_a_long_prompt_stalls_neither_a_running_stream_nor_a_short_prompt(server
             for request in state["requests"]
         )
 
-    seen = [server.until_state(in_prefill, "the long prompt is being computed")]
-    short = server.stream(prompt=FRANCE, max_tokens=2)
-    while in_prefill(state := server.state()):
-        seen.append(state)
-    (first, last) = (
-        (state["workers"][0]["iteration"], next(r for r in state["requests"] if r["request_id"] == "running"))
-        for state in (seen[0], seen[-1])
-    )
-    iterations, tokens = last[0] - first[0], last[1]["output_tokens"] - first[1]["output_tokens"]
-    assert iterations >= 1
-    # Results come up to two plans after their dispatch.
-    assert abs(iterations - tokens) <= 2
-    long.succeeded()
-    assert short.succeeded().order[1] < long.order[1]
-    server.drop(running)
-    server.until_idle()
+    def progress(state: dict[str, Any]) -> tuple[int, int]:
+        stream = next(r for r in state["requests"] if r["request_id"] == "running")
+        return state["workers"][0]["iteration"], stream["output_tokens"]
+
+    def observed(variant: int) -> bool:
+        """One long prompt; False where it was over before anybody looked a second time."""
+        running = server.stream(prompt=FRANCE, max_tokens=4000, ignore_eos=True, request_id="running")
+        running.until_tokens(3)
+        with server.worker_held():
+            long = server.stream(
+                prompt=[300 + variant + i % 1000 for i in range(1300)], max_tokens=2, request_id="long"
+            )
+            server.until(lambda: server.request("long"), "the long prompt is there")
+            short = server.stream(prompt=FRANCE, max_tokens=2, request_id="short")
+            seen = [server.until_state(lambda state: state["requests_total"] == 3, "the short one is there, too")]
+        while not long.done:
+            state = server.state()
+            if in_prefill(state):
+                seen.append(state)
+        server.finish([short, long])
+        (iterations, tokens), (first_iteration, first_tokens) = progress(seen[-1]), progress(seen[0])
+        # Results come up to two plans after their dispatch.
+        assert abs((iterations - first_iteration) - (tokens - first_tokens)) <= 2
+        server.drop(running)
+        server.until_idle()
+        names = {request["request_id"] for request in seen[-1]["requests"]}
+        return iterations > first_iteration and "short" not in names
+
+    variants = itertools.count()
+    server.until(lambda: observed(next(variants)), "the short prompt is answered before the long one is computed")
 
 
 def test_a_huge_prompt_does_not_stall_streams_or_health(server: ServeCommand) -> None:
     """Tokenized off the event loop: what else is asked is answered before it is refused."""
-    running = server.stream(prompt=FRANCE, max_tokens=400, ignore_eos=True)
+    running = server.stream(prompt=FRANCE, max_tokens=4000, ignore_eos=True)
     running.until_tokens(3)
-    huge = server.start(prompt="lorem ipsum dolor sit amet " * 100_000, max_tokens=1)
-    checks = 0
-    before = len(running.token_ids)
-    while not huge.done:
-        assert server.get("/health").status_code == 200
-        checks += not huge.done
-    during = len(running.token_ids) - before
-    assert huge.status == 400
-    assert huge.error is not None
-    assert huge.error["code"] == "context_length_exceeded"
-    assert huge.error["param"] == "prompt"
-    assert checks > 3
-    assert during > 3
+
+    def others_go_on() -> bool:
+        """While one huge prompt is looked at; False where this process did not get to look meanwhile."""
+        huge = server.start(prompt="lorem ipsum dolor sit amet " * 100_000, max_tokens=1)
+        checks, before = 0, len(running.token_ids)
+        while not huge.done:
+            assert server.get("/health").status_code == 200
+            checks += not huge.done
+        during = len(running.token_ids) - before
+        assert huge.status == 400
+        assert huge.error is not None
+        assert huge.error["code"] == "context_length_exceeded"
+        assert huge.error["param"] == "prompt"
+        return checks > 3 and during > 3
+
+    server.until(others_go_on, "health checks and a stream go on while a huge prompt is tokenized")
     server.drop(running)
     server.until_idle()
 

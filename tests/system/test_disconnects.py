@@ -24,6 +24,7 @@ head += f"Content-Length: {len(body)}\\r\\n\\r\\n"
 connections = [socket.create_connection((host, port)) for _ in range(streams)]
 for connection in connections:
     connection.sendall(head.encode() + body)
+print("sent", flush=True)
 for connection in connections:
     connection.recv(1)
 print("streaming", flush=True)
@@ -39,14 +40,16 @@ def dropped(server: ServeCommand, call: Call) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_in_prefill(server: ServeCommand, stream: bool) -> None:
     aborted = server.counter("requests_aborted_total")
-    call = server.start(prompt=LONG_PROMPT, max_tokens=50, stream=stream, request_id="leaver")
 
     def in_prefill(state: dict[str, Any]) -> bool:
         return any(r["status"] == "running" and r["output_tokens"] == 0 for r in state["requests"])
 
-    state = server.until_state(in_prefill, "the prompt is being computed")
-    assert state["workers"][0]["blocks"]["used"] > 0
-    dropped(server, call)
+    with server.worker_held():
+        call = server.start(prompt=LONG_PROMPT, max_tokens=50, stream=stream, request_id="leaver")
+        state = server.until_state(in_prefill, "the prompt is being computed")
+        assert state["workers"][0]["blocks"]["used"] > 0
+        dropped(server, call)
+        server.until(lambda: server.request("leaver") is None, "the request is gone")
     server.until_idle()
     assert server.counter("requests_aborted_total") == aborted + 1
 
@@ -55,7 +58,7 @@ def test_in_prefill(server: ServeCommand, stream: bool) -> None:
 def test_while_decoding(server: ServeCommand, stream: bool) -> None:
     aborted = server.counter("requests_aborted_total")
     other = server.stream(prompt="The capital of France is", max_tokens=40, ignore_eos=True)
-    call = server.start(prompt=PROMPT, max_tokens=1000, ignore_eos=True, stream=stream, request_id="leaver")
+    call = server.start(prompt=PROMPT, max_tokens=4000, ignore_eos=True, stream=stream, request_id="leaver")
 
     def decoding(state: dict[str, Any]) -> bool:
         return any(r["request_id"] == "leaver" and r["output_tokens"] >= 3 for r in state["requests"])
@@ -70,7 +73,9 @@ def test_while_decoding(server: ServeCommand, stream: bool) -> None:
 
 def test_before_the_request_is_complete(server: ServeCommand) -> None:
     submitted = server.counter("prompt_tokens_total")
-    with python(CLIENT.replace("head.encode() + body", "head.encode() + body[:10]"), server.url[7:], "4"):
+    with python(CLIENT.replace("head.encode() + body", "head.encode() + body[:10]"), server.url[7:], "4") as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "sent\n"
         server.assert_alive()
     server.until_idle()
     assert server.counter("prompt_tokens_total") < submitted + 100
@@ -93,7 +98,7 @@ def test_killed_clients_use_up_no_place(server: ServeCommand) -> None:
     for _ in range(4):
         with python(CLIENT, server.url[7:], "32") as client:
             assert client.stdout is not None
-            assert client.stdout.readline() == "streaming\n"
+            assert [client.stdout.readline() for _ in range(2)] == ["sent\n", "streaming\n"]
             client.kill()
         server.assert_alive()
     server.until_idle()

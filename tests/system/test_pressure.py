@@ -123,16 +123,18 @@ def test_more_prompts_in_one_request_than_seats(tiny: ServeCommand) -> None:
 
 
 def test_what_can_never_fit_is_refused_at_once_and_holds_up_nobody(tiny: ServeCommand) -> None:
-    running = tiny.stream(prompt=prompt_of(20), max_tokens=100, ignore_eos=True)
+    with tiny.worker_held():
+        running = tiny.stream(prompt=prompt_of(20), max_tokens=100, ignore_eos=True)
+        tiny.until_state(lambda state: state["metrics"]["num_requests_running"] == 1, "a request runs")
+        for size, answer in ((BLOCKS * BLOCK + 1, 1), (20, BLOCKS * BLOCK)):
+            refused = tiny.start(prompt=prompt_of(size), max_tokens=answer)
+            refused.until_done()
+            assert refused.status == 400
+            assert refused.error is not None
+            assert refused.error["code"] == "context_length_exceeded"
+            assert str(BLOCKS * BLOCK) in refused.error["message"]
+            assert not running.done
     running.until_tokens(1)
-    for size, answer in ((BLOCKS * BLOCK + 1, 1), (20, BLOCKS * BLOCK)):
-        refused = tiny.start(prompt=prompt_of(size), max_tokens=answer)
-        refused.until_done()
-        assert refused.status == 400
-        assert refused.error is not None
-        assert refused.error["code"] == "context_length_exceeded"
-        assert str(BLOCKS * BLOCK) in refused.error["message"]
-        assert not running.done
     tiny.drop(running)
     tiny.until_idle()
     fits = tiny.ask(prompt=prompt_of(BLOCKS * BLOCK - 4), max_tokens=4, ignore_eos=True)
@@ -142,9 +144,9 @@ def test_what_can_never_fit_is_refused_at_once_and_holds_up_nobody(tiny: ServeCo
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_while_it_waits(tiny: ServeCommand, stream: bool) -> None:
-    running = [tiny.stream(prompt=prompt_of(20, n), max_tokens=100, ignore_eos=True) for n in range(SEATS)]
-    for call in running:
-        call.until_tokens(1)
+    crowd = 4 * SEATS  # it takes long until the last of them have a seat
+    with tiny.arriving_together(crowd):
+        running = [tiny.stream(prompt=prompt_of(20, n), max_tokens=140, ignore_eos=True) for n in range(crowd)]
     waiting = tiny.start(prompt=prompt_of(40), max_tokens=10, stream=stream, request_id="leaver")
     tiny.until(lambda: (tiny.request("leaver") or {}).get("waits_for"), "the state says why it waits")
     tiny.drop(waiting)

@@ -83,8 +83,12 @@ def test_a_killed_worker_is_started_again_and_its_requests_finish(server: ServeC
     for call in calls:
         call.until_tokens(3)
     killed = server.parts()["worker"]
-    os.kill(killed, signal.SIGKILL)
-    server.until(lambda: server.status("/ready") == 503, "/ready tells of it")
+    server.serve.send(signal.SIGSTOP)  # nobody starts another one before it has been looked at
+    try:
+        os.kill(killed, signal.SIGKILL)
+        server.until(lambda: server.status("/ready") == 503, "/ready tells of it")
+    finally:
+        server.serve.send(signal.SIGCONT)
     server.finish(calls)
     agreement = Agreement("after a restart of the worker")
     for prompt, run, call in zip(prompts, alone, calls, strict=True):

@@ -24,8 +24,6 @@ from pagemill_shared.messages import Delivery, GatewayHello, HelloRequest, State
 from pagemill_shared.schema import Message
 from pagemill_shared.settings import GatewaySettings
 
-STATE_TIMEOUT_S = 2.0
-"""How long a state query may take."""
 _BATCH = 256
 _STRANGERS = frozenset({HelloRequest})
 """What a scheduler says that does not know this gateway."""
@@ -121,7 +119,7 @@ class Connection:
         """The scheduler's state as of now, a JSON object in UTF-8.
 
         Raises:
-            ApiError: 503, the scheduler does not answer.
+            ApiError: 503, the scheduler has not answered within ``peer_timeout``.
         """
         if not self._channel.connected:
             raise ApiError(503, "there is no connection to the scheduler", code="scheduler_lost")
@@ -130,7 +128,7 @@ class Connection:
         self._answers[query] = answer
         try:
             self._send([StateQuery(query)])
-            return await asyncio.wait_for(answer, STATE_TIMEOUT_S)
+            return await asyncio.wait_for(answer, self.client.link.peer_timeout)
         except TimeoutError:
             raise ApiError(503, "the scheduler does not answer", code="scheduler_lost") from None
         finally:

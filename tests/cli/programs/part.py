@@ -1,7 +1,7 @@
 """Stands for a part of the server: writes what happens to it into a file, and behaves as its arguments say.
 
-``part.py EVENTS NAME [print=TEXT] [exit=STATUS] [exit_once=STATUS] [ignore_term] [second_term] [slow_stop=SECONDS]
-[grandchild]``
+``part.py EVENTS NAME [print=TEXT] [wait_for=NOTE] [exit=STATUS] [exit_once=STATUS] [ignore_term] [second_term]
+[stop_after=NOTE] [slow_stop=SECONDS] [grandchild]``
 """
 
 import os
@@ -21,10 +21,18 @@ def note(what: str) -> None:
         file.write(f"{name} {what} {os.getpid()}\n")
 
 
+def wait_for(what: str) -> None:
+    """Returns once somebody has noted ``what``."""
+    while f"{what} " not in Path(events).read_text():
+        time.sleep(0.01)
+
+
 def on_term(number: int, frame: object) -> None:
     note("told")
     if "ignore_term" in options or options.pop("second_term", None) is not None:
         return
+    if "stop_after" in options:
+        wait_for(options["stop_after"])
     time.sleep(float(options.get("slow_stop", 0)))
     note("ended")
     sys.exit(0)
@@ -38,9 +46,11 @@ if "print" in options:
 note("started")
 if "grandchild" in options:
     own_group = "own_group" in options
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=own_group)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=own_group)
     with open(events, "a") as file:
         file.write(f"grandchild started {child.pid}\n")
+if "wait_for" in options:
+    wait_for(options["wait_for"])
 if "exit" in options:
     sys.exit(int(options["exit"]))
 if "exit_once" in options and Path(events).read_text().count(f"{name} started") == 1:

@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 
 from pagemill_testing.http_calls import Call, Caller
-from pagemill_testing.program import Program, T, until
+from pagemill_testing.processes import children
+from pagemill_testing.program import DEADLINE, Program, T, until
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -33,7 +34,7 @@ class LiveServer:
         """Requests go to ``url`` from now on; those that are open stay where they are."""
         self.url = url
         self._callers.append(Caller(url))
-        self._clients.append(httpx.Client(base_url=url, timeout=30, trust_env=False))
+        self._clients.append(httpx.Client(base_url=url, timeout=DEADLINE, trust_env=False))
 
     def close(self) -> None:
         for caller in self._callers:
@@ -85,8 +86,15 @@ class LiveServer:
     # ------------------------------------------------------------ its state
 
     def state(self) -> dict[str, Any]:
-        response = self.get("/v1/pagemill/state")
-        assert response.status_code == 200, response.text
+        """The scheduler's; one that stands still for a moment, or has only just come up, is waited for."""
+
+        def reported() -> httpx.Response | None:
+            response = self.get("/v1/pagemill/state")
+            assert response.status_code in (200, 503), response.text
+            return response if response.status_code == 200 else None
+
+        response = self.until(reported, "the scheduler tells its state")
+        assert response is not None
         state: dict[str, Any] = response.json()
         return state
 
@@ -118,13 +126,15 @@ class LiveServer:
         self.until_state(lambda state: state["ready_workers"] == workers, f"{workers} workers are ready")
 
     def until_idle(self) -> None:
-        """Waits until no request is left, which must leave every block free (cached ones can be taken at any time)."""
+        """Waits until no request is left, which must leave every block free (cached ones can be taken at any time), and
+        until each worker has done what it was told for those that have left early."""
         state = self.until_state(lambda state: state["requests_total"] == 0, "no request is left")
         for worker in state["workers"]:
             assert worker["blocks"]["used"] == 0, worker
             assert worker["blocks"]["free"] == worker["blocks"]["total"], worker
             assert worker["swap_blocks"]["free"] == worker["swap_blocks"]["total"], worker
         assert [gateway["requests"] for gateway in state["gateways"]] == [0] * len(state["gateways"])
+        self.until_state(lambda state: not any(w["plans_in_flight"] for w in state["workers"]), "no plan is under way")
 
     def assert_alive(self) -> None:
         """A plain request is answered."""
@@ -136,11 +146,15 @@ class LiveServer:
 
 
 class ServeCommand(LiveServer):
-    """``pagemill serve``, on a free port."""
+    """``pagemill serve``, on a free port.
+
+    Nobody takes a process for lost that only stands still for a while: other tests keep the machine busy, and some hold
+    the worker.
+    """
 
     def __init__(self, folder: Path, name: str, **settings: object) -> None:
         self.folder = folder
-        self.serve = Program(folder, name, "serve", port=0, num_threads=1, **settings)
+        self.serve = Program(folder, name, "serve", **{"port": 0, "num_threads": 1, "peer_timeout": 20, **settings})
         super().__init__([self.serve])
 
     def until_started(self) -> None:
@@ -158,9 +172,17 @@ class ServeCommand(LiveServer):
 
     def parts(self) -> dict[str, int]:
         """Process ids by command."""
-        children = Path(f"/proc/{self.serve.pid}/task/{self.serve.pid}/children").read_text().split()
-        words = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children}
-        return {line[-2].decode(): pid for pid, line in words.items() if len(line) > 1}
+        return {command: pid for pid, command in children(self.serve.pid).items()}
+
+    @contextmanager
+    def worker_held(self) -> Iterator[None]:
+        """The worker stands still: what runs runs on, what waits goes on waiting. For less than peer_timeout."""
+        worker = self.parts()["worker"]
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(worker, signal.SIGCONT)
 
     @contextmanager
     def arriving_together(self, requests: int) -> Iterator[None]:
@@ -171,13 +193,9 @@ class ServeCommand(LiveServer):
         Args:
             requests: how many arrive; the worker stands still until the scheduler has them all.
         """
-        worker = self.parts()["worker"]
-        os.kill(worker, signal.SIGSTOP)
-        try:
+        with self.worker_held():
             yield
             self.until_state(lambda state: state["requests_total"] == requests, f"{requests} requests have arrived")
-        finally:
-            os.kill(worker, signal.SIGCONT)
 
     def memory_peaks(self) -> dict[str, int]:
         """The most memory that each process has had so far, in bytes."""

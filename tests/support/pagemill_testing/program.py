@@ -93,11 +93,3 @@ def flags(settings: dict[str, object]) -> list[str]:
         else:
             words += [f"--{word}", str(value)]
     return words
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (one that waits to be reaped does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -227,6 +227,10 @@ class StubScheduler:
         """One delivery while the others are held."""
         self._call(lambda: [self._deliver(route, gateway) for route, gateway in self.gateways.items()])
 
+    def go_on(self, token_ids: Sequence[int], finish: FinishReason = FinishReason.LENGTH) -> None:
+        """Running requests that were left open get these tokens, too, and then end like this."""
+        self._call(lambda: self._go_on(list(token_ids), finish))
+
     def set_fleet(self, fleet: FleetStatus) -> None:
         self._call(lambda: self._push_fleet(fleet))
 
@@ -410,6 +414,12 @@ class StubScheduler:
             self._drop_next = 0
         else:
             self._send(route, delivery)
+
+    def _go_on(self, token_ids: list[int], finish: FinishReason) -> None:
+        for gateway in self.gateways.values():
+            for running in gateway.running.values():
+                output = [*running.script.token_ids, *token_ids]
+                running.script = replace(running.script, token_ids=output, finish=finish)
 
     def _push_fleet(self, fleet: FleetStatus) -> None:
         self.fleet = fleet
