@@ -31,7 +31,7 @@ TOKENIZER = byte_level_bpe()
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[Stage]:
-    with stage(peer_timeout=30) as running:
+    with stage() as running:
         yield running
 
 
@@ -139,7 +139,7 @@ def test_what_cannot_work_is_said_at_once(api: Stage, tmp_path: Path, capsys: py
 
 def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "work.jsonl", completion("a", "x"))
-    with stage(api_key="s3cret-ä", peer_timeout=30) as running:
+    with stage(api_key="s3cret-ä") as running:
         running.stub.answer = echo
         command = ["run-batch", str(file), "--url", running.gateway.url]
         assert main(command) == 2

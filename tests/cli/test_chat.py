@@ -28,7 +28,7 @@ TOKENIZER = byte_level_bpe()
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[Stage]:
-    with stage(peer_timeout=30) as running:
+    with stage() as running:
         yield running
 
 
@@ -211,7 +211,7 @@ def test_ctrl_c_ends_a_single_answer(api: Stage) -> None:
 
 
 def test_the_key(tmp_path: Any) -> None:
-    with stage(api_key="s3cret-ä", peer_timeout=30) as running:
+    with stage(api_key="s3cret-ä") as running:
         running.stub.replay(ids("fine"))
         done = run(running, "x")
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)

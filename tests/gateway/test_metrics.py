@@ -69,6 +69,7 @@ def test_figures_follow_the_scheduler_and_vanish_with_it() -> None:
             api.stub.state["metrics"] = {"num_requests_running": running}
             page = wait_until(lambda: with_state(samples(api)), what="the scheduler's figures")
             assert page["pagemill:num_requests_running"] == running
+    with stage(peer_timeout=1.0) as api:  # as long as it is waited for
         api.stub.fall_silent()
         page = samples(api)
         assert page["pagemill:scheduler_up"] == 0
