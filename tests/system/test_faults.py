@@ -1,6 +1,7 @@
 """Real processes are killed, frozen, told to leave and started again while a real model answers.
 
-Every part is a process of its own here; `pagemill serve`, which starts dead parts again, is in test_serve.
+Every part is a process of its own here; `pagemill serve`, which starts dead parts again, is in test_serve. The workers
+stand still in the midst of their streams until a fault has been looked at: however slow anybody is, none ends before.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import pytest
 from pagemill_testing.agreement import Agreement, GreedyRun
 from pagemill_testing.http_calls import Call
 from pagemill_testing.live_server import SeparateProcesses
-from pagemill_testing.program import Program, until
+from pagemill_testing.program import Program
 from pagemill_testing.sockets import ipc_folder
+from pagemill_testing.stepping import SteppedWorker
 
 pytestmark = pytest.mark.timeout(300)
 
 TOKENS = 64
+PEER_TIMEOUT = 10
+"""A process that does not get to run for a while on a busy machine is not lost; one that is frozen is waited for."""
 PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):\n    ",
@@ -30,17 +34,18 @@ PROMPTS = [
 class Fleet(SeparateProcesses):
     """A server that is put in order again before each test: whatever the last one broke is started anew."""
 
-    workers: list[Program]
+    workers: list[SteppedWorker]
 
     def begin(self) -> None:
-        self.scheduler = self.start_scheduler(no_worker_timeout=60)
-        self.gateway = self.start_gateway(no_worker_timeout=60)
+        self.add_scheduler()
+        self.add_gateway()
         self.workers = []
 
     def restore(self, workers: int) -> None:
         assert self.scheduler.alive, self.scheduler.tail()
         assert self.gateway.alive, self.gateway.tail()
         self.workers = [worker for worker in self.workers if worker.alive]
+        self.go_on()
         while len(self.workers) < workers:
             self.add_worker()
         for worker in self.workers[workers:]:
@@ -50,16 +55,34 @@ class Fleet(SeparateProcesses):
         self.until_ready(workers)
         self.until_idle()
 
-    def add_worker(self) -> Program:
-        self.workers.append(self.start_worker(num_kv_blocks=256))
+    def add_scheduler(self) -> None:
+        self.scheduler = self.start_scheduler(no_worker_timeout=60, peer_timeout=PEER_TIMEOUT)
+
+    def add_gateway(self) -> None:
+        self.gateway = self.start_gateway(no_worker_timeout=60, peer_timeout=PEER_TIMEOUT)
+
+    def add_worker(self) -> SteppedWorker:
+        self.workers.append(self.start_worker(num_kv_blocks=256, peer_timeout=PEER_TIMEOUT))
         return self.workers[-1]
 
     def streams(self, count: int = len(PROMPTS)) -> list[Call]:
-        """Open streams that have all begun, and are far from their end."""
+        """Open streams that have all begun, and get no further before ``go_on``."""
+        self.hold()
         calls = [self.stream(prompt=PROMPTS[number], max_tokens=TOKENS, ignore_eos=True) for number in range(count)]
+        self.stepped_until(
+            self.workers, lambda state: [r["output_tokens"] >= 3 for r in state["requests"]] == [True] * count
+        )
         for call in calls:
             call.until_tokens(3)
         return calls
+
+    def hold(self) -> None:
+        for worker in self.workers:
+            worker.hold()
+
+    def go_on(self) -> None:
+        for worker in self.workers:
+            worker.go_on()
 
     def share(self, worker: Program) -> int:
         """Sequences that run on a worker; 0 when the scheduler does not count on it."""
@@ -102,6 +125,7 @@ def expected(started_fleet: Fleet) -> list[GreedyRun]:
 
 def assert_right(fleet: Fleet, calls: list[Call], expected: list[GreedyRun], name: str) -> None:
     """All streams end well, as if nothing had happened, and leave no block behind."""
+    fleet.go_on()
     fleet.finish(calls)
     agreement = Agreement(name)
     for number, call in enumerate(calls):
@@ -161,12 +185,14 @@ def test_without_a_new_worker_requests_end_with_a_clear_error(cache: Path) -> No
     with ipc_folder() as folder:
         lonely = SeparateProcesses(folder, cache)
         try:
-            lonely.start_scheduler(no_worker_timeout=0.5, worker_return_timeout=0.5)
-            lonely.start_gateway(no_worker_timeout=0.5)
-            worker = lonely.start_worker(num_kv_blocks=64)
+            lonely.start_scheduler(no_worker_timeout=0.5, worker_return_timeout=0.5, peer_timeout=PEER_TIMEOUT)
+            lonely.start_gateway(no_worker_timeout=0.5, peer_timeout=PEER_TIMEOUT)
+            worker = lonely.start_worker(num_kv_blocks=64, peer_timeout=PEER_TIMEOUT)
             lonely.until_ready()
+            worker.hold()
             stream = lonely.stream(prompt=PROMPTS[0], max_tokens=500, ignore_eos=True)
             whole = lonely.start(prompt=PROMPTS[1], max_tokens=500, ignore_eos=True)
+            lonely.stepped_until([worker], lambda s: [bool(r["output_tokens"]) for r in s["requests"]] == [True] * 2)
             stream.until_tokens(1)
             worker.kill()
             for call in (stream, whole):
@@ -181,7 +207,7 @@ def test_without_a_new_worker_requests_end_with_a_clear_error(cache: Path) -> No
             assert late.status == 503
             assert int(late.headers["retry-after"]) > 0
             lonely.until_idle()
-            lonely.start_worker(num_kv_blocks=64)
+            lonely.start_worker(num_kv_blocks=64, peer_timeout=PEER_TIMEOUT)
             lonely.until_ready()
             lonely.assert_alive()
         finally:
@@ -200,6 +226,7 @@ def test_a_frozen_worker_is_lost_and_joins_again_when_it_thaws(pair: Fleet, expe
     pair.freeze(frozen)
     pair.until_state(lambda state: state["ready_workers"] == 1, "the frozen worker is lost")
     assert pair.worker_state(frozen) is None
+    pair.go_on()
     pair.thaw(frozen)  # while its old requests run elsewhere: what it still sends of them must not be applied
     assert_right(pair, calls, expected, "a worker was frozen")
     pair.until_ready(2)
@@ -237,6 +264,8 @@ def test_a_worker_that_joins_takes_part_of_the_load(fleet: Fleet, expected: list
     (first,) = fleet.workers
     calls = fleet.streams()
     joined = fleet.add_worker()
+    fleet.until_ready(2)
+    fleet.go_on()
     # Running requests stay where their blocks are; of those that come after it has joined it gets its part.
     background: list[Call] = []
 
@@ -245,13 +274,15 @@ def test_a_worker_that_joins_takes_part_of_the_load(fleet: Fleet, expected: list
         background[-1].until_tokens(1)
         return fleet.share(first) > 0 and fleet.share(joined) > 0
 
-    fleet.until_ready(2)
     fleet.until(both_run, "both workers run requests")
+    fleet.hold()
     leaver = fleet.workers.pop(0)
     leaver.send(signal.SIGTERM)
+    leaver.go_on()
     assert leaver.ended() == 0
-    for call in background:
-        count = len(call.token_ids)
+    counts = [len(call.token_ids) for call in background]
+    fleet.go_on()
+    for call, count in zip(background, counts, strict=True):
         call.until_tokens(count + 3)
         fleet.drop(call)
     assert_right(fleet, calls, expected, "scaled to two and back")
@@ -263,7 +294,7 @@ def test_a_worker_that_joins_takes_part_of_the_load(fleet: Fleet, expected: list
 def test_a_killed_scheduler_ends_streams_and_its_successor_serves_again(pair: Fleet, expected: list[GreedyRun]) -> None:
     calls = pair.streams()
     pair.scheduler.kill()
-    until(lambda: all(call.done for call in calls), "open streams end", seconds=5)
+    pair.until(lambda: all(call.done for call in calls), "open streams end")
     for call in calls:
         assert call.error is not None, call.describe()
         assert call.error["code"] == "scheduler_lost"
@@ -273,7 +304,8 @@ def test_a_killed_scheduler_ends_streams_and_its_successor_serves_again(pair: Fl
     late = pair.start(prompt=PROMPTS[0])
     late.until_done()
     assert late.status == 503
-    pair.scheduler = pair.start_scheduler(no_worker_timeout=60)
+    pair.add_scheduler()
+    pair.go_on()
     pair.until_ready(2)
     pair.until_idle()
     again = pair.streams()
@@ -289,6 +321,7 @@ def test_a_frozen_scheduler_ends_streams_and_goes_on_when_it_thaws(pair: Fleet, 
     pair.until(lambda: all(call.done for call in calls), "open streams end")
     assert {call.error["code"] for call in calls if call.error} == {"scheduler_lost"}
     assert pair.status("/ready") == 503
+    pair.go_on()
     pair.thaw(pair.scheduler)
     pair.until_ready(2)
     pair.until_idle()  # the gateway has given its streams up, so they were aborted
@@ -300,7 +333,8 @@ def test_a_killed_gateways_requests_are_aborted(fleet: Fleet) -> None:
     fleet.gateway.kill()
     fleet.until(lambda: all(call.done for call in calls), "the connections break")
     assert all(call.failure is not None for call in calls)
-    fleet.gateway = fleet.start_gateway(no_worker_timeout=60)
+    fleet.add_gateway()
+    fleet.go_on()
     fleet.until_ready()
     # The scheduler waits for the lost gateway as long as for any peer; then its requests are aborted.
     fleet.until_state(lambda state: len(state["gateways"]) == 1, "the killed gateway is forgotten")

@@ -16,6 +16,7 @@ import httpx
 from pagemill_testing.http_calls import Call, Caller
 from pagemill_testing.processes import children
 from pagemill_testing.program import DEADLINE, Program, T, until
+from pagemill_testing.stepping import SteppedWorker
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -219,8 +220,11 @@ class SeparateProcesses(LiveServer):
         endpoints = {"frontend": self._frontend, "backend": self._backend}
         return self._start("scheduler", check_invariants=True, **endpoints, **settings)
 
-    def start_worker(self, **settings: object) -> Program:
-        return self._start("worker", backend=self._backend, cache_dir=self.cache, num_threads=1, **settings)
+    def start_worker(self, **settings: object) -> SteppedWorker:
+        own = {"backend": self._backend, "cache_dir": self.cache, "num_threads": 1, "log_format": "json"}
+        worker = SteppedWorker(self.folder, self._next_name("worker"), **own, **settings)
+        self.programs.append(worker)
+        return worker
 
     def start_gateway(self, **settings: object) -> Program:
         """Starts one and sends all further requests to it."""
@@ -231,10 +235,26 @@ class SeparateProcesses(LiveServer):
         return gateway
 
     def _start(self, command: str, **settings: object) -> Program:
-        self._started += 1
-        program = Program(self.folder, f"{command}-{self._started}", command, log_format="json", **settings)
+        program = Program(self.folder, self._next_name(command), command, log_format="json", **settings)
         self.programs.append(program)
         return program
+
+    def _next_name(self, command: str) -> str:
+        self._started += 1
+        return f"{command}-{self._started}"
+
+    def stepped_until(self, workers: Sequence[SteppedWorker], condition: Callable[[dict[str, Any]], object]) -> None:
+        """Lets ``workers``, which are held, do as much as makes the scheduler's state meet ``condition``, and hardly
+        more: one plan each between two looks, of those two or three that the scheduler has sent ahead."""
+
+        def met() -> bool:
+            if condition(self.state()):
+                return True
+            for worker in workers:
+                worker.step()
+            return False
+
+        self.until(met, "the workers have done so much")
 
     def worker_state(self, worker: Program) -> dict[str, Any] | None:
         """What the scheduler's state tells of a worker; None when it does not count on it."""

@@ -36,16 +36,28 @@ class Program:
 
     Attributes:
         out, err: the files that it prints to.
+        pagemill: arguments of Python that stand for ``pagemill``.
     """
+
+    pagemill: tuple[str, ...] = ("-m", "pagemill")
 
     def __init__(self, folder: Path, name: str, command: str, **settings: object) -> None:
         self.name = name
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PAGEMILL_")}
-        python = (sys.executable, "-P", "-m")
+        python = (sys.executable, "-P")
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
-                [*python, "pagemill.tether", str(os.getpid()), *python, "pagemill", command, *flags(settings)],
+                [
+                    *python,
+                    "-m",
+                    "pagemill.tether",
+                    str(os.getpid()),
+                    *python,
+                    *self.pagemill,
+                    command,
+                    *flags(settings),
+                ],
                 env={**environment, "TMPDIR": str(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
