@@ -15,16 +15,11 @@ from pagemill.openmp import let_threads_sleep
 
 let_threads_sleep(os.environ)  # before torch is loaded, as `pagemill worker` does
 
-from pagemill_shared.messages import (  # noqa: E402
-    IterationPlan,
-    IterationResult,
-    WorkerHello,
-)
+from pagemill_shared.messages import IterationPlan, IterationResult, WorkerHello  # noqa: E402
 from pagemill_shared.settings import WorkerSettings  # noqa: E402
 from pagemill_worker import app  # noqa: E402
 from pagemill_worker.load import Report, load_worker  # noqa: E402
 from pagemill_worker.runner import Runner  # noqa: E402
-
 
 Load = Callable[[WorkerSettings, Report], tuple[Runner, WorkerHello]]
 
