@@ -59,6 +59,8 @@ class Outcome:
 
 
 _NOTHING = Outcome()
+ABSENCE_S = 0.5
+"""So late, a process did not get to run: it was stopped, or starved, or its machine slept."""
 RETRY_S = 0.05
 """How soon the link tries again when there is no connection; a scheduler that has just come up is found as fast."""
 
@@ -156,9 +158,12 @@ class PeerLink:
     def tick(self, now: float) -> list[Message]:
         """What is due at ``now``: heartbeats, and a hello when one must be said or repeated.
 
-        Call it after all that has arrived was handed to ``received``, so that a peer that was itself stopped for a
-        while does not take the scheduler for silent.
+        Call it after all that has arrived was handed to ``received``. A peer that was itself stopped for a while, and
+        so comes late, does not take the scheduler for silent: what was said meanwhile may still be on its way to it.
         """
+        late = now - self._next_heartbeat
+        if self._heard is not None and late > ABSENCE_S:
+            self._heard += late
         if self._heard is not None and now - self._heard > self.peer_timeout:
             self._silent = True
         if now < self._next_heartbeat:

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from structlog.testing import capture_logs
 from pagemill_scheduler.events import Action, Event, Log, Peer, Received, Send, SendFailed, Stop, StopRequested, Tick
 from pagemill_scheduler.shell import DRAIN_LIMIT, EventError, Shell, Side, describe
 from pagemill_shared.channel import Context, DealerChannel, RouterChannel
+from pagemill_shared.link import ABSENCE_S
 from pagemill_shared.messages import Heartbeat, StateReport, SubmitRequest
 from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.schema import MAX_MESSAGE_BYTES
@@ -129,6 +131,25 @@ def test_the_core_ticks_without_any_message() -> None:
         wait_until(lambda: len(run.core.of(Tick)) >= 5)
         times = [event.now for event in run.core.events]
         assert times == sorted(times)
+
+
+def test_time_stands_still_for_the_core_while_the_process_does_not_get_to_run() -> None:
+    """Stopped at any place: in the core here, and so between what has arrived and the tick behind it, too."""
+    ahead = 0.0
+
+    def rule(event: Event) -> list[Action]:
+        nonlocal ahead
+        if isinstance(event, Tick):
+            ahead += 10.0
+        return [Stop()] if len(core.events) == 5 else []
+
+    core, wakeup = StubCore(rule), Wakeup()
+    shell = Shell(core, {}, wakeup, tick_interval=0.02, shutdown_grace=1.0, clock=lambda: time.monotonic() + ahead)
+    shell.run()
+    wakeup.close()
+    times = [event.now for event in core.events]
+    assert times == sorted(times)
+    assert times[-1] - times[0] < 5 * (0.02 + ABSENCE_S)
 
 
 def test_a_tick_follows_all_that_has_arrived() -> None:

@@ -243,10 +243,22 @@ def test_messages_without_number_are_applied_at_any_time() -> None:
 # ---------------------------------------------------------------- silence
 
 
+def test_a_peer_that_was_itself_stopped_takes_nobody_for_silent() -> None:
+    link = welcomed_worker()
+    link.tick(0.5)
+    for stopped in (10.0, 20.0):  # what was said meanwhile has not been read yet
+        assert link.tick(stopped) != []
+        assert link.state is LinkState.CONNECTED
+    for now in np.arange(20.5, 24.0, INTERVAL):  # nothing had been said
+        link.tick(float(now))
+    assert link.state is LinkState.LOST
+
+
 def test_a_silent_scheduler_is_lost_and_the_epoch_outlives_its_silence() -> None:
     link = welcomed_worker()
-    link.tick(TIMEOUT)
-    assert link.state is LinkState.CONNECTED
+    for now in np.arange(0.0, TIMEOUT + 0.01, INTERVAL):
+        link.tick(float(now))
+        assert link.state is LinkState.CONNECTED
     link.tick(TIMEOUT + 0.1)
     assert link.state is LinkState.LOST
     assert link.in_epoch

@@ -14,6 +14,7 @@ import zmq
 from pagemill_scheduler.collector import Collector
 from pagemill_scheduler.events import Action, Event, Log, Peer, Received, Send, SendFailed, Stop, StopRequested, Tick
 from pagemill_shared.channel import RouterChannel
+from pagemill_shared.link import ABSENCE_S
 from pagemill_shared.schema import Message
 from pagemill_shared.wakeup import Wakeup
 
@@ -35,6 +36,9 @@ class EventError(Exception):
 
 class Shell:
     """Carries messages between two ROUTER sockets and the core until the core says Stop.
+
+    For the core time stands still while this process does not get to run: what its peers said meanwhile may still be on
+    its way, and nobody must be taken for silent.
 
     Args:
         core: the state machine. An exception from it ends the process: its state cannot be trusted any more.
@@ -61,6 +65,8 @@ class Shell:
         self._shutdown_grace = shutdown_grace
         self._clock = clock
         self._log = structlog.get_logger("pagemill.scheduler")
+        self._absent = 0.0  # seconds in which this process did not get to run
+        self._looked_at = clock()  # when the clock was last read
         self._stop_requested = False
         self._stop_at: float | None = None
         self._stopped = False
@@ -95,16 +101,24 @@ class Shell:
         self._check_stop()
         for side, channel in self._channels.items():
             for route, message in channel.receive(DRAIN_LIMIT):
-                self._handle(Received(self._clock(), Peer(side, route), message))
+                self._handle(Received(self._now(), Peer(side, route), message))
         for side, channel in self._channels.items():
             for route in channel.broken():
                 self._failed[Peer(side, route)] = None
         self._report_failures(reported)
-        self._handle(Tick(self._clock()))
+        self._handle(Tick(self._now()))
         self._report_failures(reported)
 
-    def _check_stop(self) -> None:
+    def _now(self) -> float:
         now = self._clock()
+        late = now - self._looked_at - self._tick_interval
+        if late > ABSENCE_S:
+            self._absent += late
+        self._looked_at = now
+        return now - self._absent
+
+    def _check_stop(self) -> None:
+        now = self._now()
         if self._stop_requested and self._stop_at is None:
             self._stop_at = now + self._shutdown_grace
             self._handle(StopRequested(now))
@@ -118,7 +132,7 @@ class Shell:
             for peer in due:
                 reported.add(peer)
                 del self._failed[peer]
-                self._handle(SendFailed(self._clock(), peer))
+                self._handle(SendFailed(self._now(), peer))
 
     def _handle(self, event: Event) -> None:
         try:
