@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
-from pagemill_testing.sockets import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagemill_gateway.metrics import Histogram
@@ -28,11 +27,6 @@ def samples(api: Stage) -> dict[str, float]:
     }
 
 
-def with_state(page: dict[str, float]) -> dict[str, float] | None:
-    """The page, unless the scheduler's figures are not on it: its answer is waited for only a moment."""
-    return page if any(name.endswith(":scheduler_up") and value for name, value in page.items()) else None
-
-
 @pytest.mark.parametrize("prefix", ["pagemill", "vllm"])
 def test_the_names_people_know(prefix: str) -> None:
     with stage(metrics_prefix=prefix) as api:
@@ -50,7 +44,7 @@ def test_the_names_people_know(prefix: str) -> None:
         api.post("/v1/completions", prompt="x")
         api.stub.replay(TOKENIZER.encode("one two").ids)
         api.post("/v1/completions", prompt="x")
-        page = wait_until(lambda: with_state(samples(api)), what="the scheduler's figures")
+        page = samples(api)
         for name, value in api.stub.state["metrics"].items():
             assert page[f"{prefix}:{name}"] == value
         tokens = 2 * len(TOKENIZER.encode("one two").ids) + 1
@@ -67,8 +61,7 @@ def test_figures_follow_the_scheduler_and_vanish_with_it() -> None:
     with stage() as api:
         for running in (7, 0):
             api.stub.state["metrics"] = {"num_requests_running": running}
-            page = wait_until(lambda: with_state(samples(api)), what="the scheduler's figures")
-            assert page["pagemill:num_requests_running"] == running
+            assert samples(api)["pagemill:num_requests_running"] == running
     with stage(peer_timeout=1.0) as api:  # as long as it is waited for
         api.stub.fall_silent()
         page = samples(api)

@@ -304,10 +304,10 @@ def test_one_that_takes_too_long_is_refused_while_others_go_on(monkeypatch: pyte
         assert begun.wait(60)
         assert grammar_of(api) == "", "one without a grammar"
         assert grammar_of(api, guided_regex="quick") != "", "and one with"
-        monkeypatch.setattr(grammar_checker, "MAX_CHECK_S", 0.5)
+        monkeypatch.setattr(grammar_checker, "MAX_CHECK_S", 2.0)
         error = refused(api, guided_regex="slow2")
         assert error["param"] == "guided_regex"
-        assert "was not compiled within 0.5 s" in error["message"]
+        assert "was not compiled within 2 s" in error["message"]
         busy = api.post(TEXT, **ask(TEXT, guided_regex="quick, but both threads are taken"))
         assert (busy.status_code, busy.json()["error"]["code"]) == (503, "grammar_checker_busy")
         gate.set()

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 
+from pagemill_gateway import grammar_checker
 from pagemill_gateway.app import bind, serve
 from pagemill_shared.messages import FleetStatus
 from pagemill_shared.settings import GatewaySettings
@@ -76,7 +78,8 @@ def stage(model: dict[str, Any] | None = None, fleet: FleetStatus = FLEET, **set
 
 
 class GatewayServer:
-    """Serves while it is used as a context; ``client`` talks to it."""
+    """Serves while it is used as a context; ``client`` talks to it. Meanwhile no check of a grammar is
+    too slow; a test that wants to see the limit sets it then."""
 
     def __init__(self, cache_dir: Path, endpoint: str, **settings: Any) -> None:
         defaults = {
@@ -92,8 +95,10 @@ class GatewayServer:
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         self._started = threading.Event()
+        self._patience = mock.patch.object(grammar_checker, "MAX_CHECK_S", PATIENCE)
 
     def __enter__(self) -> GatewayServer:
+        self._patience.start()
         self.listener = bind(self.settings.host, self.settings.port)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -107,6 +112,7 @@ class GatewayServer:
         self.stop()
         self._thread.join(PATIENCE)
         self.listener.close()
+        self._patience.stop()
         assert not self._thread.is_alive(), "the gateway did not stop"
         if self.error is not None:
             raise self.error
