@@ -27,8 +27,8 @@ EXIT_FAILURE = 1
 EXIT_CONFIGURATION = 2
 EXIT_KILLED = 130
 _LONGEST_LINE = 64 * 1024
-_HURRY_S = 2.0
-"""Seconds that are left after a second signal."""
+_HURRY_S = 10.0
+"""Seconds that are left after a second signal: enough to tell clients on a busy machine; a third one does not wait."""
 
 Report = Callable[[str, str], None]
 """Takes the name of a part and one line that it printed."""

@@ -200,7 +200,7 @@ def test_a_third_signal_kills_at_once(start: Callable[..., Run]) -> None:
 
 
 def test_who_does_not_hurry_is_killed(start: Callable[..., Run]) -> None:
-    run = start(stages=[[["scheduler", []]], [["worker", ["ignore_term"]]]])
+    run = start(stages=[[["scheduler", []]], [["worker", ["ignore_term"]]]], hurry=0.5)
     run.until_noted("scheduler started", "worker started")
     run.process.send_signal(signal.SIGINT)
     run.until_noted("worker told")
