@@ -76,8 +76,8 @@ BEAMS: list[dict[str, Any]] = [
 PREFIX = "You are a patient teacher who answers each question in one short sentence, without lists or headings. " * 5
 SAMPLED, SEARCHED, PREFIXED = 16, 16, 6
 NEEDED = 176
-"""Blocks that these requests have in use at once where there is room for all. Not measured in each run: a test that does
-not get to run for a while sees fewer."""
+"""Blocks that these requests have in use at once where there is room for all. Not measured in each run: a test that
+does not get to run for a while sees fewer."""
 
 
 @pytest.fixture(scope="module")
