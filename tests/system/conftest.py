@@ -39,7 +39,7 @@ def shared_server(cache: Path) -> Iterator[ServeCommand]:
             cache_dir=cache,
             num_kv_blocks=512,
             max_num_batched_tokens=256,
-            no_worker_timeout=60,
+            no_worker_timeout=180,
             check_invariants=True,
         )
         try:

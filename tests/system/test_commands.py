@@ -35,7 +35,7 @@ def shell(server: ServeCommand, line: str, folder: Path) -> subprocess.Completed
         env={**os.environ, "PAGEMILL_URL": server.url},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
         check=True,
     )
 

@@ -56,10 +56,10 @@ class Fleet(SeparateProcesses):
         self.until_idle()
 
     def add_scheduler(self) -> None:
-        self.scheduler = self.start_scheduler(no_worker_timeout=60, peer_timeout=PEER_TIMEOUT)
+        self.scheduler = self.start_scheduler(no_worker_timeout=180, peer_timeout=PEER_TIMEOUT)
 
     def add_gateway(self) -> None:
-        self.gateway = self.start_gateway(no_worker_timeout=60, peer_timeout=PEER_TIMEOUT)
+        self.gateway = self.start_gateway(no_worker_timeout=180, peer_timeout=PEER_TIMEOUT)
 
     def add_worker(self) -> SteppedWorker:
         self.workers.append(self.start_worker(num_kv_blocks=256, peer_timeout=PEER_TIMEOUT))

@@ -24,7 +24,7 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is no
 
 
 def shell(command: str) -> str:
-    return subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, timeout=180).stdout
 
 
 def readme_command(server: ServeCommand, start: str) -> str:

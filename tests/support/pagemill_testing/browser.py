@@ -20,7 +20,7 @@ NARROW = {"width": 360, "height": 740}
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A headless browser; skips the test where there is none."""
-    expect.set_options(timeout=30_000)  # a machine that is busy with other tests takes long
+    expect.set_options(timeout=90_000)  # a machine that is busy with other tests takes long
     with sync_playwright() as playwright:
         own = Path(playwright.chromium.executable_path)
         path = str(own) if own.exists() else next(filter(None, map(shutil.which, _NAMES)), None)
@@ -42,7 +42,7 @@ def visit(browser: Browser, url: str, path: str = "/", **context: Any) -> Iterat
     """A page in a fresh profile. At the end nothing may have gone wrong in it, nor been asked of another server."""
     with browser.new_context(viewport=context.pop("viewport", WIDE), **context) as opened:
         page = opened.new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(90_000)
         faults: list[str] = []
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", lambda message: faults.append(message.text) if "Content Security" in message.text else None)

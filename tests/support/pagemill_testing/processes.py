@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def until(condition: Callable[[], bool], what: str, *, deadline: float = 90.0) -> None:
+def until(condition: Callable[[], bool], what: str, *, deadline: float = 180.0) -> None:
     """Returns once ``condition`` holds; an AssertionError names ``what`` after ``deadline`` seconds."""
     end = time.monotonic() + deadline
     while not condition():

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-DEADLINE = 90.0
+DEADLINE = 180.0
 """Seconds until a condition that must come true counts as failed; a loaded machine takes long to load a model."""
 
 INTERRUPTIBLE = ("env", "--default-signal=INT")
