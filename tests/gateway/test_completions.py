@@ -332,6 +332,7 @@ def test_the_context_length_says_what_limits_it(pool_tokens: int, flag: str) -> 
             assert re.findall(r"--[a-z-]+", refusal["message"])[0] == flag
 
 
+@pytest.mark.usefixtures("late_head")
 def test_a_refusal_of_the_scheduler_is_an_http_error_even_for_a_stream(api: Stage) -> None:
     for stream in (False, True):
         api.stub.replay([], failure=("context_length_exceeded", "too long: 5 of 4", "prompt"))

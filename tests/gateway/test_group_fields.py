@@ -483,6 +483,7 @@ def test_more_beams_than_the_vocabulary_has_tokens() -> None:
         ({"use_beam_search": True, "n": 4}, "beam_width", "n"),
     ],
 )
+@pytest.mark.usefixtures("late_head")
 def test_a_group_that_the_workers_can_never_run(
     api: Stage, path: str, stream: bool, fields: dict[str, Any], reported: str, param: str
 ) -> None:

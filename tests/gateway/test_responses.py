@@ -180,6 +180,7 @@ def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(api: Stage) -> No
     assert rest[-1]["response"]["error"] == {"code": "server_error", "message": "it is gone"}
 
 
+@pytest.mark.usefixtures("late_head")
 def test_a_failure_before_the_first_output_is_an_http_error(api: Stage) -> None:
     api.stub.replay([], failure=("no_worker", "none is left", ""))
     assert api.post(PATH, input="x", stream=True).status_code == 503

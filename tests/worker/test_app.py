@@ -86,7 +86,8 @@ def scheduler(answer: Answer) -> Iterator[str]:
 
 
 def settings(backend: str, **values: object) -> WorkerSettings:
-    return WorkerSettings(backend=backend, heartbeat_interval=0.02, **values)  # type: ignore[arg-type]
+    defaults: dict[str, object] = {"heartbeat_interval": 0.02, "peer_timeout": PATIENCE, "shutdown_grace": PATIENCE}
+    return WorkerSettings(backend=backend, **(defaults | values))  # type: ignore[arg-type]
 
 
 def test_sigterm_leaves_in_good_order_with_status_0() -> None:
