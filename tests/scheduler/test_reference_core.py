@@ -195,6 +195,7 @@ def run_once(examples: int, seen: Counter[str]) -> None:
     )
 
 
+@pytest.mark.timeout(600)
 def test_the_core_plans_as_the_reference_does() -> None:
     least = {"plans": 500, "resumed": 1}
     seen = run_lockstep(150, least)
