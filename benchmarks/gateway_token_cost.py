@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from pagemill_testing.prepared_models import FINGERPRINT, byte_level_bpe, write_prepared_model
-from pagemill_testing.stub_scheduler import Script, StubScheduler
+from pagemill_testing.scripts import Script
+from pagemill_testing.stub_scheduler import StubScheduler
 from serving.systems import free_port
 
 _PROMPT = "The quick brown fox"

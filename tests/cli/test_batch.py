@@ -19,7 +19,7 @@ import pytest
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
 from pagemill_testing.program import INTERRUPTIBLE
-from pagemill_testing.stub_scheduler import Script
+from pagemill_testing.scripts import Script
 
 from pagemill.batch import Asking, retry_after
 from pagemill.batch_lines import BatchRequest, Reply

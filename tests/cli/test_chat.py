@@ -17,8 +17,8 @@ from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe
 from pagemill_testing.prepared_models import byte_level_ids as ids
 from pagemill_testing.program import INTERRUPTIBLE
+from pagemill_testing.scripts import Script
 from pagemill_testing.sockets import wait_until
-from pagemill_testing.stub_scheduler import Script
 
 from pagemill.chat import Conversation, Figures
 from pagemill_shared.messages import FinishReason

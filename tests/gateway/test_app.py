@@ -20,8 +20,9 @@ import httpx
 import pytest
 from pagemill_testing.gateway_server import FLEET, GatewayServer, sse_events
 from pagemill_testing.prepared_models import byte_level_bpe, write_prepared_model
+from pagemill_testing.scripts import Script
 from pagemill_testing.sockets import PATIENCE, ipc_folder, wait_until
-from pagemill_testing.stub_scheduler import Script, StubScheduler
+from pagemill_testing.stub_scheduler import StubScheduler
 
 import pagemill_gateway
 import pagemill_shared

@@ -1,86 +1,42 @@
-"""Several sequences per prompt over HTTP, on both endpoints: samples, the best of them, beams; what is refused."""
+"""Several sequences per prompt over HTTP, on both endpoints: samples, the best of them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pagemill_testing.gateway_server import Stage, stage
+from pagemill_testing.group_answers import (
+    BOTH,
+    CHAT,
+    END,
+    TEXT,
+    TOKENIZER,
+    ask,
+    replay,
+    streamed,
+    text_of,
+    whole,
+)
 from pagemill_testing.http_calls import Caller
-from pagemill_testing.prepared_models import byte_level_bpe, word_pieces
 from pagemill_testing.prepared_models import byte_level_ids as ids
 from pagemill_testing.program import until
-from pagemill_testing.stub_scheduler import Script
+from pagemill_testing.scripts import Script
 
 from pagemill_shared.messages import FinishReason, SubmitRequest
-from pagemill_shared.sampling import MAX_SEQUENCES, EarlyStopping
+from pagemill_shared.sampling import MAX_SEQUENCES
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-TOKENIZER = byte_level_bpe()
-END = 2
-BOTH = pytest.mark.parametrize("path", [CHAT, TEXT])
+OUTPUTS = ["one fox", "the lazy dog, and on", "a"]
 
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[Stage]:
     with stage() as running:
         yield running
-
-
-def ask(path: str, **fields: Any) -> dict[str, Any]:
-    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
-    return prompt | fields
-
-
-def replay(api: Stage, outputs: Sequence[Sequence[int]], **options: Any) -> None:
-    """Answers each request with these outputs, one per sequence."""
-    api.stub.replay([], sequences=outputs, **options)
-
-
-def text_of(choice: dict[str, Any]) -> str:
-    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
-    return text
-
-
-def whole(api: Stage, path: str, **fields: Any) -> dict[str, Any]:
-    response = api.post(path, **ask(path, **fields))
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
-
-
-def streamed(api: Stage, path: str, **fields: Any) -> tuple[dict[int, str], dict[int, dict[str, Any]], list[int]]:
-    """By index the joined text and the last event's choice; and the order of indices."""
-    events = api.events(path, **ask(path, **fields))
-    texts: dict[int, str] = {}
-    endings: dict[int, dict[str, Any]] = {}
-    order = []
-    for event in events:
-        for choice in event["choices"]:
-            index = choice["index"]
-            assert index not in endings, "a piece after the finish reason"
-            order.append(index)
-            piece = choice["text"] if path == TEXT else choice["delta"].get("content", "")
-            texts[index] = texts.get(index, "") + piece
-            if choice["finish_reason"] is not None:
-                endings[index] = choice
-    assert texts.keys() == endings.keys()
-    return texts, endings, order
-
-
-def refusal(api: Stage, path: str, **fields: Any) -> dict[str, Any]:
-    response = api.post(path, **ask(path, **fields))
-    assert response.status_code == 400, response.text
-    error: dict[str, Any] = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
-
-
-OUTPUTS = ["one fox", "the lazy dog, and on", "a"]
 
 
 # ---------------------------------------------------------------- samples
@@ -286,225 +242,6 @@ def test_as_many_as_are_sampled_are_not_ranked(api: Stage, path: str) -> None:
     replay(api, outputs)
     assert streamed(api, path, n=2, best_of=2)[0] == {0: " fox", 1: " dog"}
     assert api.stub.submitted[0].sampling.logprobs is None
-
-
-# ---------------------------------------------------------------- beams
-
-
-@BOTH
-@pytest.mark.parametrize("stream", [False, True])
-def test_finished_beams_come_best_first_each_in_one_piece(api: Stage, path: str, stream: bool) -> None:
-    outputs = [[*ids("the lazy dog"), END], ids("the fox")]
-    replay(api, outputs, finishes=[FinishReason.EOS, FinishReason.LENGTH], scores=[-0.25, -0.5])
-    fields = {"use_beam_search": True, "n": 2, "beam_width": 4, "max_tokens": 9, "length_penalty": 0.5}
-    if stream:
-        texts, endings, order = streamed(api, path, **fields)
-        assert len(order) == (6 if path == CHAT else 4)
-    else:
-        answer = whole(api, path, **fields)
-        texts = {choice["index"]: text_of(choice) for choice in answer["choices"]}
-        endings = {choice["index"]: choice for choice in answer["choices"]}
-        assert answer["usage"]["completion_tokens"] == sum(map(len, outputs))
-    assert texts == {0: "the lazy dog", 1: "the fox"}
-    assert [(endings[i]["finish_reason"], endings[i]["score"]) for i in range(2)] == [("stop", -0.25), ("length", -0.5)]
-    sampling = api.stub.submitted[0].sampling
-    assert (sampling.n, sampling.beam_width, sampling.length_penalty) == (2, 4, 0.5)
-    assert (sampling.temperature, sampling.early_stopping) == (0.0, EarlyStopping.HEURISTIC)
-
-
-@pytest.mark.parametrize(
-    ("fields", "width"),
-    [
-        ({"beam_width": 3}, 3),
-        ({"best_of": 3}, 3),
-        ({"best_of": 3, "beam_width": 3}, 3),
-        ({"n": 2}, 2),
-        ({"n": 2, "best_of": 5}, 5),
-        ({}, 1),
-        ({"beam_width": 1}, 1),
-        ({"n": 5, "beam_width": 5, "stream": True}, 5),
-        ({"best_of": 4, "stream": True}, 4),
-    ],
-)
-def test_the_width_of_a_beam_search(api: Stage, fields: dict[str, Any], width: int) -> None:
-    api.stub.replay(ids("one"), scores=[-1.0] * 5)
-    assert api.post(TEXT, **ask(TEXT, use_beam_search=True, **fields)).status_code == 200
-    sampling = api.stub.submitted[0].sampling
-    assert (sampling.beam_width, sampling.n) == (width, fields.get("n", 1))
-
-
-@pytest.mark.parametrize(
-    ("value", "meaning"),
-    [
-        (True, EarlyStopping.WHEN_FULL),
-        (False, EarlyStopping.HEURISTIC),
-        (None, EarlyStopping.HEURISTIC),
-        ("never", EarlyStopping.NEVER),
-    ],
-)
-def test_when_a_beam_search_stops(api: Stage, value: Any, meaning: EarlyStopping) -> None:
-    api.stub.replay(ids("one"), scores=[-1.0])
-    whole(api, TEXT, use_beam_search=True, best_of=2, early_stopping=value)
-    assert api.stub.submitted[0].sampling.early_stopping == meaning
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("include", [False, True])
-def test_a_finished_beam_is_cut_at_its_first_stop_string(api: Stage, stream: bool, include: bool) -> None:
-    outputs = [ids("one ### two ### three"), ids("four five")]
-    replay(api, outputs, scores=[-0.5, -1.0])
-    fields = {
-        "use_beam_search": True, "n": 2, "max_tokens": 30, "stop": ["###"], "early_stopping": True,
-        "include_stop_str_in_output": include,
-    }  # fmt: skip
-    if stream:
-        texts, endings, _ = streamed(api, TEXT, **fields)
-    else:
-        answer = whole(api, TEXT, **fields, logprobs=None)
-        texts = {choice["index"]: text_of(choice) for choice in answer["choices"]}
-        endings = {choice["index"]: choice for choice in answer["choices"]}
-        kept = next(n for n in range(len(outputs[0])) if "###" in TOKENIZER.decode(outputs[0][:n]))
-        assert answer["usage"]["completion_tokens"] == kept + len(outputs[1])
-    assert texts == {0: "one ###" if include else "one ", 1: "four five"}
-    assert (endings[0]["finish_reason"], endings[0]["stop_reason"]) == ("stop", "###")
-    assert endings[1]["finish_reason"] == "length"
-    api.stub.wait_for(lambda: not api.stub.running)
-    assert not api.stub.finished  # the search is over: there is nothing to end
-    assert not api.stub.aborted
-
-
-def test_log_probabilities_of_beams(api: Stage) -> None:
-    outputs = [ids("the lazy dog"), ids("the fox")]
-    replay(api, outputs, scores=[-0.5, -1.0], logprobs=lambda token: ([token, 70], [-token / 64, -2.0]))
-    for choice, tokens in zip(whole(api, TEXT, use_beam_search=True, n=2, logprobs=1)["choices"], outputs, strict=True):
-        assert choice["logprobs"]["token_logprobs"] == [-token / 64 for token in tokens]
-    assert api.stub.submitted[0].sampling.logprobs == 1
-
-
-def test_a_score_that_json_cannot_say(api: Stage) -> None:
-    api.stub.replay(ids("one"), scores=[float("-inf")])
-    assert whole(api, TEXT, use_beam_search=True, best_of=2)["choices"][0]["score"] == -9999.0
-
-
-def test_what_the_model_suggests_for_samples_is_not_for_beams() -> None:
-    suggested = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
-    with stage({"generation_config": suggested}) as api:
-        api.stub.replay(ids("one"), scores=[-1.0])
-        whole(api, TEXT, use_beam_search=True, best_of=2, seed=5, temperature=0, top_p=1, top_k=-1, min_p=0)
-        whole(api, TEXT, use_beam_search=True, best_of=2)
-        for submitted in api.stub.submitted:
-            sampling = submitted.sampling
-            assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.0, 1.0, 0, 0.0)
-            assert sampling.repetition_penalty == 1.1
-
-
-# ---------------------------------------------------------------- what is refused
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("fields", "param", "numbers"),
-    [
-        ({"n": 0}, "n", ["0"]),
-        ({"n": MAX_SEQUENCES + 1}, "n", [str(MAX_SEQUENCES), str(MAX_SEQUENCES + 1)]),
-        ({"n": "2"}, "n", ["2"]),
-        ({"n": True}, "n", []),
-        ({"n": 1.5}, "n", ["1.5"]),
-        ({"best_of": 0}, "best_of", ["0"]),
-        ({"best_of": MAX_SEQUENCES + 1}, "best_of", [str(MAX_SEQUENCES)]),
-        ({"n": 3, "best_of": 2}, "best_of", ["3", "2"]),
-        ({"n": 2, "best_of": 3, "stream": True}, "best_of", ["2", "3"]),
-        ({"beam_width": 4}, "beam_width", ["4"]),
-        ({"length_penalty": 0.5}, "length_penalty", ["0.5"]),
-        ({"length_penalty": 0}, "length_penalty", ["0"]),
-        ({"early_stopping": True}, "early_stopping", []),
-        ({"early_stopping": "never"}, "early_stopping", []),
-        ({"use_beam_search": "yes"}, "use_beam_search", []),
-        ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping", ["true, false or \"never\""]),
-        ({"use_beam_search": True, "early_stopping": 1}, "early_stopping", ["true, false or \"never\""]),
-        ({"use_beam_search": True, "beam_width": 0}, "beam_width", ["0"]),
-        ({"use_beam_search": True, "beam_width": MAX_SEQUENCES + 1}, "beam_width", [str(MAX_SEQUENCES)]),
-        ({"use_beam_search": True, "beam_width": 3, "best_of": 4}, "beam_width", ["3", "4"]),
-        ({"use_beam_search": True, "beam_width": 2, "n": 3}, "n", ["2", "3"]),
-        ({"use_beam_search": True, "best_of": 2, "n": 3}, "best_of", ["2", "3"]),
-        ({"use_beam_search": True, "length_penalty": 100}, "length_penalty", ["100"]),
-        ({"use_beam_search": True, "length_penalty": "x"}, "length_penalty", []),
-        ({"use_beam_search": True, "temperature": 0.5}, "temperature", ["0.5"]),
-        ({"use_beam_search": True, "top_p": 0.9}, "top_p", ["0.9"]),
-        ({"use_beam_search": True, "top_k": 5}, "top_k", ["5"]),
-        ({"use_beam_search": True, "min_p": 0.5}, "min_p", ["0.5"]),
-        ({"priority": 2**31}, "priority", [str(2**31 - 1)]),
-        ({"priority": 0.5}, "priority", ["0.5"]),
-        ({"cache_salt": ""}, "cache_salt", []),
-        ({"cache_salt": 5}, "cache_salt", ["5"]),
-        ({"cache_salt": "x" * 257}, "cache_salt", ["256"]),
-    ],
-)  # fmt: skip
-def test_groups_that_are_refused(api: Stage, path: str, fields: dict[str, Any], param: str, numbers: list[str]) -> None:
-    error = refusal(api, path, **fields)
-    assert error["param"] == param
-    assert error["code"] == "invalid_value"
-    assert param in error["message"]
-    assert all(number in error["message"] for number in numbers), error["message"]
-
-
-@BOTH
-def test_what_asks_for_one_sample_is_accepted(api: Stage, path: str) -> None:
-    api.stub.replay(ids("one"))
-    neutral = {"best_of": 1, "beam_width": 1, "length_penalty": 1.0, "early_stopping": False, "use_beam_search": False}
-    assert len(whole(api, path, n=1, **neutral)["choices"]) == 1
-
-
-def test_more_choices_than_one_request_may_have(api: Stage) -> None:
-    error = refusal(api, TEXT, prompt=["x"] * 64, n=65)
-    assert error["param"] == "n"
-    assert all(number in error["message"] for number in ("64", "65", "4160", "4096"))
-    error = refusal(api, TEXT, prompt=["x"] * 64, best_of=65)
-    assert error["param"] == "best_of"
-
-
-def test_more_beams_than_the_vocabulary_has_tokens() -> None:
-    with stage({"tokenizer": word_pieces(), "bos_token": None, "eos_token_ids": []}) as api:
-        error = refusal(api, TEXT, prompt=[1, 2], use_beam_search=True, beam_width=11)
-        assert error["param"] == "beam_width"
-        assert "11" in error["message"]
-        assert "10" in error["message"]
-
-
-@BOTH
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("fields", "reported", "param"),
-    [
-        ({"n": 4}, "n", "n"),
-        ({"n": 4, "best_of": 4}, "n", "best_of"),
-        ({"use_beam_search": True, "best_of": 4}, "beam_width", "best_of"),
-        ({"use_beam_search": True, "beam_width": 4}, "beam_width", "beam_width"),
-        ({"use_beam_search": True, "n": 4}, "beam_width", "n"),
-    ],
-)
-@pytest.mark.usefixtures("late_head")
-def test_a_group_that_the_workers_can_never_run(
-    api: Stage, path: str, stream: bool, fields: dict[str, Any], reported: str, param: str
-) -> None:
-    message = "4 sequences at once were asked for, but a worker runs at most 2"
-    api.stub.replay([], failure=("too_many_sequences", message, reported))
-    error = refusal(api, path, stream=stream, **fields)
-    assert (error["code"], error["param"], error["message"]) == ("too_many_sequences", param, f"{param}: {message}")
-
-
-@pytest.mark.parametrize(
-    ("fields", "reported", "param"),
-    [
-        ({}, "prompt", "messages"),
-        ({}, "max_tokens", "messages"),
-        ({"max_tokens": 5}, "max_tokens", "max_tokens"),
-        ({"max_completion_tokens": 5}, "max_tokens", "max_completion_tokens"),
-    ],
-)
-def test_a_refusal_in_the_names_of_a_chat(api: Stage, fields: dict[str, Any], reported: str, param: str) -> None:
-    api.stub.replay([], failure=("context_length_exceeded", "too long: 5 of 4", reported))
-    assert refusal(api, CHAT, **fields)["param"] == param
 
 
 # ---------------------------------------------------------------- priority and cache

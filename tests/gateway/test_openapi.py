@@ -13,7 +13,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from pagemill_testing.gateway_server import Stage, sse_events, stage
 from pagemill_testing.prepared_models import byte_level_bpe
-from pagemill_testing.stub_scheduler import Script
+from pagemill_testing.scripts import Script
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (

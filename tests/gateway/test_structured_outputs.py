@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pagemill_testing.gateway_server import Stage, stage
 from pagemill_testing.prepared_models import byte_level_bpe, sentencepiece_bpe, word_pieces
-from pagemill_testing.stub_scheduler import Script
+from pagemill_testing.scripts import Script
 
 from pagemill_gateway import grammar_checker
 from pagemill_gateway.grammar_checker import MAX_SOURCE

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pagemill_testing.sockets import ipc_folder
 
 from pagemill_shared.endpoints import check_bind, ipc_path
 from pagemill_shared.errors import ConfigurationError
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with ipc_folder() as path:
-        yield path
 
 
 @pytest.mark.parametrize(

@@ -148,3 +148,10 @@ class GatewayServer:
             self.exit_status = asyncio.run(main())
         except BaseException as error:
             self.error = error
+
+
+def stream_error(text: str) -> dict[str, Any]:
+    """The error in the last event of a stream."""
+    error: dict[str, Any] = json.loads(sse_events(text)[-1])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
