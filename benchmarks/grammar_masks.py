@@ -3,7 +3,7 @@
 No model runs: the logits are random, the grammar is a JSON schema whose text goes on and on, the tokenizer is the
 bundled model's. Each figure is the fastest of several steps.
 
-    python benchmarks/grammar_masks.py [--json]
+    python benchmarks/grammar_masks.py [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GRAMMAR = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
-STEPS = 40
 NOTHING = np.zeros(0, np.int32)
 
 
@@ -53,8 +52,8 @@ class Figures:
     advancing: float
 
 
-def measure(folder: Path, count: int, temperature: float, grammar: str) -> Figures:
-    """``count`` rows, each with ``grammar``, or without where that is empty."""
+def measure(folder: Path, count: int, temperature: float, grammar: str, steps: int) -> Figures:
+    """``count`` rows, each with ``grammar``, or without where that is empty; the least of ``steps`` steps."""
     manifest = read_manifest(folder)
     compiler = GrammarCompiler(folder, manifest.vocab_size, manifest.eos_token_ids)
     ready: queue.SimpleQueue[GrammarCompiled] = queue.SimpleQueue()
@@ -68,8 +67,8 @@ def measure(folder: Path, count: int, temperature: float, grammar: str) -> Figur
             grammars.join(slot, grammar, NOTHING, 1, 1)
             ready.get()
     logits = torch.randn(count, manifest.vocab_size, generator=torch.Generator().manual_seed(0)) * 2
-    times = np.full((STEPS, 3), np.inf)
-    for step in range(STEPS):
+    times = np.full((steps, 3), np.inf)
+    for step in range(steps):
         own = logits.clone()
         begun = time.perf_counter()
         batch = rows.select(
@@ -111,17 +110,19 @@ def first_masks(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--quick", action="store_true", help="fewer steps and rows")
     options = parser.parse_args()
+    steps, counts = (10, (1, 32)) if options.quick else (40, (1, 32, 256))
     torch.set_num_threads(1)
     folder = prepare_model("bundled", WorkerSettings().cache_dir, lambda _step, _share: None)
-    results: list[dict[str, float]] = [first_masks(folder)]
-    if not options.json:
-        print(results[0], flush=True)
-    for count in (1, 32, 256):
+    first = first_masks(folder)
+    print(first, flush=True)
+    cases: list[dict[str, float]] = []
+    for count in counts:
         for temperature in (0.0, 1.0):
-            plain, ours = (measure(folder, count, temperature, grammar) for grammar in ("", GRAMMAR))
-            results.append(
+            plain, ours = (measure(folder, count, temperature, grammar, steps) for grammar in ("", GRAMMAR))
+            cases.append(
                 {
                     "rows": count,
                     "temperature": temperature,
@@ -131,10 +132,9 @@ def main() -> None:
                     "advance_ms": round(ours.advancing, 2),
                 }
             )
-            if not options.json:
-                print(results[-1], flush=True)
+            print(cases[-1], flush=True)
     if options.json:
-        print(json.dumps(results))
+        print(json.dumps({**first, "cases": cases}))
 
 
 if __name__ == "__main__":
