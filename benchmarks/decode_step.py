@@ -81,6 +81,7 @@ def main() -> None:
             num_swap_blocks=0,
         )
         runner, hello = load_worker(settings, lambda text, done: None)
+        runner.cache.pool.zero_()  # never written, all of it would be one page of zeros in the cache
         print(
             f"{hello.model}, {hello.dtype}, quantization {quantization}, KV cache {arguments.kv_cache_dtype}, "
             f"{hello.kernels}, {hello.device}"
