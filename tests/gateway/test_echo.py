@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,6 @@ PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
 TOKENIZER = byte_level_bpe()
 VOCABULARY = TOKENIZER.get_vocab_size()
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Stage]:
-    with stage() as running:
-        yield running
 
 
 def ask(api: Stage, **body: Any) -> dict[str, Any]:

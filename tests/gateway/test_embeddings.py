@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pagemill_testing.gateway_server import Stage, stage
+from pagemill_testing.gateway_server import Stage
 from pagemill_testing.prepared_models import byte_level_bpe
 from pagemill_testing.prepared_models import byte_level_ids as ids
 
@@ -18,12 +17,6 @@ from pagemill_shared.sampling import Pooling
 PATH = "/v1/embeddings"
 TOKENIZER = byte_level_bpe()
 VOCABULARY = TOKENIZER.get_vocab_size()
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Stage]:
-    with stage() as running:
-        yield running
 
 
 def ask(api: Stage, **body: Any) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pagemill_testing.gateway_server import Stage, stage
+from pagemill_testing.gateway_server import Stage
 from pagemill_testing.group_answers import (
     BOTH,
     CHAT,
@@ -31,12 +30,6 @@ from pagemill_shared.messages import FinishReason, SubmitRequest
 from pagemill_shared.sampling import MAX_SEQUENCES
 
 OUTPUTS = ["one fox", "the lazy dog, and on", "a"]
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Stage]:
-    with stage() as running:
-        yield running
 
 
 # ---------------------------------------------------------------- samples

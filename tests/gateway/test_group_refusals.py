@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,12 +17,6 @@ from pagemill_testing.prepared_models import byte_level_ids as ids
 from pagemill_testing.prepared_models import word_pieces
 
 from pagemill_shared.sampling import MAX_SEQUENCES
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Stage]:
-    with stage() as running:
-        yield running
 
 
 @BOTH

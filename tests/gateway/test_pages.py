@@ -27,12 +27,6 @@ def browser() -> Iterator[Browser]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def api() -> Iterator[Stage]:
-    with stage() as running:
-        yield running
-
-
 def ask(page: Page, text: str) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_visible()  # nothing is sent before an answer has ended
     page.get_by_label("Message").fill(text)

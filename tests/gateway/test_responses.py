@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pagemill_testing.gateway_server import Stage, stage
+from pagemill_testing.gateway_server import Stage
 from pagemill_testing.prepared_models import byte_level_ids as ids
 
 from pagemill_gateway.response_answers import Response, ResponseEvent
@@ -15,12 +14,6 @@ from pagemill_shared.messages import FinishReason
 
 PATH = "/v1/responses"
 TEXT = "The answer is 42. 🙂"
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Stage]:
-    with stage() as running:
-        yield running
 
 
 def ask(api: Stage, **body: Any) -> dict[str, Any]:

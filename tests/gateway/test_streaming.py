@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -29,12 +29,6 @@ from pagemill_gateway.tokenizer import TextTokenizer
 from pagemill_shared.messages import FinishReason
 
 PATH = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Stage]:
-    with stage() as running:
-        yield running
 
 
 def many_logprobs(token: int) -> tuple[list[int], list[float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,6 @@ from pagemill_shared.manifest import prepared_folder
 
 TOKENIZER = byte_level_bpe()
 HI = [{"role": "user", "content": "Hi <|im_end|>"}]
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Stage]:
-    with stage() as running:
-        yield running
 
 
 def test_a_prompt_there_and_back(api: Stage) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,12 +26,6 @@ from pagemill_testing.weather_tools import (
 from tokenizers import AddedToken
 
 from pagemill_shared.messages import FinishReason
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Stage]:
-    with stage() as running:
-        yield running
 
 
 def test_required_calls_something_named_calls_that(api: Stage) -> None:

@@ -32,12 +32,6 @@ from pagemill_shared.messages import FinishReason
 
 
 @pytest.fixture(scope="module")
-def api() -> Iterator[Stage]:
-    with stage() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def client(api: Stage) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{api.gateway.url}/v1", api_key="x", max_retries=0) as found:
         yield found
