@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 from pagemill_testing.processes import children, is_alive, until
+from pagemill_testing.run_files import bundled_cache
+from pagemill_testing.sockets import ipc_folder
 
 DEADLINE = 180.0
 
@@ -95,15 +97,14 @@ class Server:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared by the first server that is started."""
-    return tmp_path_factory.mktemp("cache")
+    return bundled_cache(tmp_path_factory)
 
 
 @pytest.fixture
 def serve(cache: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def start(*arguments: str) -> Server:
+    def start(*arguments: str, cache: Path = cache) -> Server:
         servers.append(Server(cache, tmp_path, *arguments))
         return servers[-1]
 
@@ -117,8 +118,17 @@ def serve(cache: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
             stream.close()
 
 
-def test_the_example_of_the_ready_line_is_answered_and_sigterm_leaves_nothing(serve: Callable[..., Server]) -> None:
-    server = serve("--check-invariants")
+@pytest.fixture
+def empty_cache() -> Iterator[Path]:
+    with ipc_folder() as folder:
+        yield folder
+
+
+def test_the_example_of_the_ready_line_is_answered_and_sigterm_leaves_nothing(
+    empty_cache: Path, serve: Callable[..., Server]
+) -> None:
+    """From a first start, which prepares the model."""
+    server = serve("--check-invariants", cache=empty_cache)
     server.until_ready()
     assert re.fullmatch(
         r"pagemill is ready: SmolLM2-135M-Instruct at http://127\.0\.0\.1:\d+ \(Ctrl-C stops it\)\n", server.out[0]
@@ -193,7 +203,7 @@ def test_a_second_signal_ends_open_streams_with_an_error(serve: Callable[..., Se
     assert list(server.temporary.iterdir()) == []
 
 
-def test_no_part_outlives_a_killed_server_and_the_next_one_tidies_up(serve: Callable[..., Server], cache: Path) -> None:
+def test_no_part_outlives_a_killed_server_and_the_next_one_tidies_up(serve: Callable[..., Server]) -> None:
     server = serve("--workers", "2")
     server.until_ready()
     parts = children(server.process.pid)

