@@ -54,7 +54,9 @@ def narrowed(
 
 
 @pytest.mark.parametrize("kind", NARROW_KINDS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 3), (33, 50), (131, 577), (1, 32), (65, 96), (100, 576)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(1, 1), (7, 3), (33, 50), (131, 577), (1, 32), (65, 96), (100, 576), (9, 800), (40, 1601)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_have_the_bits_of_float32_ones(
     library: ctypes.CDLL, kind: str, outputs: int, inputs: int, bias: bool

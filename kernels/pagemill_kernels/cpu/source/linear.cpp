@@ -70,6 +70,7 @@ EXPORT void pm_linear(const float* x, int64_t x_stride, int64_t rows, int64_t ou
   const Product p{x, x_stride, outputs, inputs, packed, bias, added, out};
   for_each_tile<kRows>(threads, rows, outputs, inputs, inputs * sizeof(float), packed, inputs * kColumns * sizeof(float),
                        inputs, [&](int64_t height, int64_t panel, int64_t row, Ahead ahead) {
+                         fetch_outputs(p.out, p.added, p.outputs, row, height, panel);
                          Tiles<kRows>::of[height - 1](p, panel, row, ahead);
                        });
 }

@@ -188,6 +188,7 @@ template <Kind K> void multiply(const Product& p, int64_t rows, int32_t threads)
   for_each_tile<kHeight>(threads, rows, p.outputs, p.blocks * kBlock, p.blocks * kBlock, p.packed,
                          p.blocks * Format<K>::kBytes * kColumns, p.blocks,
                          [&](int64_t height, int64_t panel, int64_t row, Ahead ahead) {
+                           fetch_outputs(p.out, p.added, p.stride, row, height, panel);
                            Tiles<K, kHeight>::of[height - 1](p, panel, row, ahead);
                          });
 }

@@ -172,6 +172,7 @@ EXPORT void pm_int8_linear(const float* x, int64_t x_stride, int64_t rows, int64
   const Product p{inputs8, x_scales, outputs, groups, packed, scales, bias, added, shifts, out};
   for_each_tile<kRows>(threads, rows, outputs, inputs, groups * kGroup * sizeof(input_t), packed,
                        groups * kGroup * kColumns, groups, [&](int64_t height, int64_t panel, int64_t row, Ahead ahead) {
+                         fetch_outputs(p.out, p.added, p.outputs, row, height, panel);
                          Tiles<kRows>::of[height - 1](p, panel, row, ahead);
                        });
 }

@@ -7,7 +7,7 @@
 // ascending order, as pm_linear's: a row computes the same bits as there, in any batch.
 //
 // With more rows than registers hold sums for, weights become float32 anew for every kHeight rows, or are left in memory
-// that stays in the nearest cache, a part of a panel at a time: what was measured to be faster.
+// that stays in cache, a part of a panel at a time: what was measured to be faster.
 #include "panels.h"
 
 namespace {
@@ -15,7 +15,7 @@ namespace {
 enum Kind : int32_t { kBFloat16Pairs = 0, kHalves = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 4 };
 
 constexpr int64_t kAhead = 4096;  // bytes that are fetched ahead
-constexpr int64_t kChunk = 256;   // inputs of a part of a panel, which then takes 32 KiB at most
+constexpr int64_t kChunk = 768;   // most inputs of a part of a panel, which then takes 96 KiB of the second cache
 constexpr int kHeight = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;  // rows at a time
 constexpr int kSide = LANES == 16 ? 2 : 1;  // panels at a time at kSideRows or fewer: sums enough to hide their latency
 constexpr int64_t kSideRows = 4;
@@ -248,6 +248,7 @@ template <class F> void in_registers(const Product& p, const uint8_t* packed, in
   const int64_t bytes = panel_bytes<F>(p.inputs), steps = bytes / kGroupBytes<F> * kGroupLines<F>;
   for_each_tile<kHeight>(threads, rows, p.outputs, p.inputs, p.inputs * sizeof(float), packed, bytes, steps,
                          [&](int64_t height, int64_t panel, int64_t row, Ahead ahead) {
+                           fetch_outputs(p.out, p.added, p.outputs, row, height, panel);
                            Tiles<F, 1, false, kHeight>::of[height - 1](p, packed + panel * bytes, 0, panel * kColumns, row,
                                                                        0, p.inputs, ahead, nullptr);
                          });
@@ -258,25 +259,31 @@ template <class F> void in_cache(const Product& p, const uint8_t* packed, int64_
   const int64_t block_rows = rows_in_cache<kHeight>(p.inputs * sizeof(float), 2 * kHeight);
   const int64_t blocks = (rows + block_rows - 1) / block_rows;
   const int64_t panels = (p.outputs + kColumns - 1) / kColumns, bytes = panel_bytes<F>(p.inputs);
+  const int64_t parts = (p.inputs + kChunk - 1) / kChunk;  // about equal, since each costs sums stored and loaded again
+  const int64_t chunk = ((p.inputs + parts - 1) / parts + F::kInputs - 1) / F::kInputs * F::kInputs;
   for_each(threads, panels * blocks, [&](int64_t item, int) {
     alignas(64) float wide[kChunk * kColumns];
     const int64_t panel = item % panels;
     const RowTiles<kHeight> block(item / panels, block_rows, rows);
-    for (int64_t first = 0; first < p.inputs; first += kChunk) {
-      const int64_t count = first + kChunk < p.inputs ? kChunk : p.inputs - first;
+    for (int64_t first = 0; first < p.inputs; first += chunk) {
+      const int64_t count = first + chunk < p.inputs ? chunk : p.inputs - first;
       const uint8_t* part = packed + panel * bytes + first / F::kInputs * kGroupBytes<F>;
       const int64_t size = count / F::kInputs * kGroupBytes<F>, steps = count * kGroupLines<Plain>;
       Ahead ahead{(const char*)part + size, (size + block.tiles * steps - 1) / (block.tiles * steps)};
       int64_t row = block.top;
+      fetch_outputs(p.out, p.added, p.outputs, row, block.height, panel);
       if (F::kRest == kBefore)
         widen<F>(part, count, wide);
       else
         Tiles<F, 1, true, kHeight>::of[block.height - 1](p, part, 0, panel * kColumns, row, first, count, {ahead.at, 0},
                                                          wide),
             row += block.height;
-      for (; row < block.bottom; row += block.height, ahead.at += ahead.step * steps)
-        Tiles<Plain, 1, false, kHeight>::of[block.height_at(row) - 1](
-            p, (const uint8_t*)wide, 0, panel * kColumns, row, first, count, ahead, nullptr);
+      for (; row < block.bottom; row += block.height, ahead.at += ahead.step * steps) {
+        const int64_t height = block.height_at(row);
+        fetch_outputs(p.out, p.added, p.outputs, row, height, panel);
+        Tiles<Plain, 1, false, kHeight>::of[height - 1](p, (const uint8_t*)wide, 0, panel * kColumns, row, first, count,
+                                                        ahead, nullptr);
+      }
     }
   });
 }

@@ -81,6 +81,18 @@ void for_each_tile(int threads, int64_t rows, int64_t outputs, int64_t inputs, i
   });
 }
 
+// Asks for the outputs of a tile, and for what is added to them, before it computes them: those of many tokens are out of
+// the near caches by then, and stores that miss hold up what comes after. Not for the tile to do itself, whose sums
+// compilers then no longer keep in registers.
+INLINE void fetch_outputs(const float* out, const float* added, int64_t stride, int64_t row, int64_t height,
+                          int64_t panel) {
+  for (int64_t at = row * stride + panel * kColumns; height > 0; --height, at += stride)
+    for (int64_t i = 0; i < kColumns; i += 16) {
+      __builtin_prefetch(out + at + i, 1);
+      if (added) __builtin_prefetch(added + at + i);
+    }
+}
+
 // Vector n of a panel's part of a row of outputs; zeros where there is no output.
 INLINE vf load_part(const float* row, int64_t column, int64_t outputs, int n) {
   const int64_t at = column + n * LANES;
