@@ -311,7 +311,10 @@ class ExecutionSettings(SettingsGroup):
         "seconds, and keep the fastest in the cache folder",
     )
     num_threads: int | None = Field(
-        None, ge=1, le=4096, description="CPU threads of the forward pass; measured at start by default"
+        None,
+        ge=1,
+        le=4096,
+        description="CPU threads of the forward pass; by default what is measured to pay, at start and while it runs",
     )
     kernels_dir: Path | None = Field(
         None,

@@ -126,13 +126,13 @@ def test_threads_are_measured_by_default(source: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(torch, "set_num_threads", tried.append)  # a test takes one thread
     runner, _ = load_worker(settings(source, tmp_path, num_threads=None), Reports())
     assert {1, 2} <= set(tried)
-    assert runner.threads.decode in (1, 2)
+    assert runner.threads.of(1) in (1, 2)
     assert torch.get_num_threads() == before
 
 
 def test_explicit_threads_and_lengths(source: Path, tmp_path: Path) -> None:
     runner, hello = load_worker(settings(source, tmp_path, max_model_len=100), Reports())
-    assert (runner.threads.decode, runner.threads.prefill) == (1, 1)
+    assert (runner.threads.of(1), runner.threads.of(1000)) == (1, 1)
     assert hello.max_model_len == runner.max_model_len == 100
 
 

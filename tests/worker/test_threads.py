@@ -1,11 +1,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pagemill_worker.threads import PREFILL_FROM, ThreadPolicy, candidates, choose, usable_cores
+from pagemill_worker.threads import (
+    FIRST_TRIAL,
+    NEXT_TRIAL,
+    PREFILL_FROM,
+    TURNS,
+    AdaptiveThreads,
+    ThreadPolicy,
+    candidates,
+    choose,
+    usable_cores,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +63,85 @@ def test_cores_within_the_quota_of_the_control_group(tmp_path: Path) -> None:
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text("100000\n")
     (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
     assert usable_cores(tmp_path) == 1
+
+
+class Machine:
+    """Iterations, each as long as its tokens and threads make it; and what the threads report."""
+
+    def __init__(self, counts: list[int], decode: int, seconds: Callable[[int, int], float]) -> None:
+        self.reports: list[str] = []
+        self.threads = AdaptiveThreads(counts, ThreadPolicy(decode, prefill=3), self.reports.append)
+        self._seconds = seconds
+
+    def run(self, iterations: int, tokens: int = 32) -> list[int]:
+        """The threads that each of them had."""
+        had = []
+        for _ in range(iterations):
+            count = self.threads.of(tokens)
+            self.threads.took(tokens, self._seconds(tokens, count))
+            had.append(count)
+        return had
+
+
+def test_a_wrong_count_is_found_out_and_told() -> None:
+    machine = Machine([1, 2], 1, lambda tokens, threads: tokens / threads)
+    assert machine.run(FIRST_TRIAL) == [1] * FIRST_TRIAL
+    assert machine.run(2 * TURNS) == [1, 2] * TURNS
+    assert machine.run(FIRST_TRIAL) == [2] * FIRST_TRIAL
+    assert machine.reports == [
+        "threads: 2 instead of 1 for iterations of about 32 tokens, 2.00 times as fast",
+    ]
+
+
+@pytest.mark.parametrize("start", [1, 2, 4, 7])
+@pytest.mark.parametrize("best", [1, 2, 4, 7])
+def test_the_best_count_is_found_from_any_other(start: int, best: int) -> None:
+    counts = [1, 2, 4, 7]
+    machine = Machine(counts, start, lambda _, threads: 1 + abs(counts.index(threads) - counts.index(best)))
+    machine.run(len(counts) * (NEXT_TRIAL + 2 * TURNS))
+    assert machine.threads.of(32) == best
+
+
+def test_more_threads_that_hardly_help_are_given_back() -> None:
+    machine = Machine([1, 2], 2, lambda _, threads: 1.1 / threads**0.1)
+    assert machine.run(FIRST_TRIAL + 2 * TURNS + 1)[-1] == 1
+
+
+def test_a_right_count_is_seldom_tried() -> None:
+    machine = Machine([1, 2], 2, lambda tokens, threads: tokens / threads)
+    had = machine.run(FIRST_TRIAL + 4 * (NEXT_TRIAL + 2 * TURNS))
+    assert had.count(1) == 4 * TURNS
+    assert machine.reports == []
+
+
+def test_one_slow_iteration_decides_nothing() -> None:
+    slow = iter([9.0] + [1.0] * (TURNS - 1))
+    machine = Machine([1, 2], 2, lambda _, threads: next(slow) if threads == 2 else 2.0)
+    for _ in range(FIRST_TRIAL):
+        machine.threads.took(32, 1.0)
+    assert machine.run(2 * TURNS) == [2, 1] * TURNS
+    assert machine.threads.of(32) == 2
+
+
+def test_each_size_has_a_count_of_its_own() -> None:
+    machine = Machine([1, 2], 2, lambda tokens, threads: threads if tokens == 1 else 1 / threads)
+    machine.run(FIRST_TRIAL + 2 * TURNS, tokens=1)
+    machine.run(FIRST_TRIAL + 2 * TURNS, tokens=32)
+    sizes = (1, 2, 32, PREFILL_FROM - 1, PREFILL_FROM, 4096)
+    assert [machine.threads.of(tokens) for tokens in sizes] == [1, 2, 2, 2, 3, 3]
+
+
+def test_iterations_of_other_lengths_are_not_compared() -> None:
+    machine = Machine([1, 2], 1, lambda tokens, threads: tokens / threads)
+    machine.run(FIRST_TRIAL + 1, tokens=32)
+    machine.run(2 * TURNS, tokens=60)
+    assert machine.threads.of(32) == 1
+    assert machine.reports == []
+
+
+def test_one_count_is_never_tried() -> None:
+    assert set(Machine([1], 1, lambda *_: 1.0).run(5 * NEXT_TRIAL)) == {1}
+
+
+def test_prompts_keep_their_count() -> None:
+    assert set(Machine([1, 2, 3], 1, lambda *_: 1.0).run(2 * NEXT_TRIAL, tokens=PREFILL_FROM)) == {3}

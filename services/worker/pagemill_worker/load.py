@@ -160,10 +160,10 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _device_name(device: torch.device, policy: threads.ThreadPolicy) -> str:
+def _device_name(device: torch.device, policy: threads.Threads) -> str:
     if device.type == "cuda":
         return f"cuda {torch.cuda.get_device_name(device)}"[:64]
-    return f"cpu ({policy.decode} threads, {policy.prefill} for prefill)"
+    return f"cpu ({policy.of(measure.DECODE_ROWS)} threads, {policy.of(measure.PREFILL_TOKENS)} for prefill)"
 
 
 def _dtype(name: str, stored: object, device: torch.device) -> torch.dtype:
@@ -226,8 +226,8 @@ def _cache(settings: WorkerSettings, model: Model, dtype: torch.dtype, device: t
     return cache
 
 
-def _threads(wanted: int | None, runner: Runner, device: torch.device, report: Report) -> threads.ThreadPolicy:
-    """--num-threads, or what pays: measured for a decode step and for a prefill chunk."""
+def _threads(wanted: int | None, runner: Runner, device: torch.device, report: Report) -> threads.Threads:
+    """--num-threads, or what pays: measured for a decode step and for a prefill chunk, and then while it runs."""
     if wanted is not None or device.type != "cpu":
         count = wanted or 1
         return threads.ThreadPolicy(count, count)
@@ -245,4 +245,4 @@ def _threads(wanted: int | None, runner: Runner, device: torch.device, report: R
     counts = threads.candidates(threads.usable_cores())
     policy = threads.ThreadPolicy(threads.choose(counts, decode)[0], threads.choose(counts, prefill)[0])
     report(f"threads: {policy.decode} for decode steps, {policy.prefill} for prefill", None)
-    return policy
+    return threads.AdaptiveThreads(counts, policy, lambda text: report(text, None))

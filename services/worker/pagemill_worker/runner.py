@@ -30,7 +30,7 @@ from pagemill_worker.moves import BlockMoves, Lanes, OneLane
 from pagemill_worker.prompt_reports import prompt_reports
 from pagemill_worker.rows import Rows
 from pagemill_worker.sampler import Sampled, draw
-from pagemill_worker.threads import ThreadPolicy
+from pagemill_worker.threads import ThreadPolicy, Threads
 from pagemill_worker.transfer import upload
 
 NON_FINITE = "non_finite_logits"
@@ -70,7 +70,7 @@ class Runner:
         self._device = device
         self._grammars = grammars
         self._clock = clock
-        self.threads = ThreadPolicy(torch.get_num_threads(), torch.get_num_threads())
+        self.threads: Threads = ThreadPolicy(torch.get_num_threads(), torch.get_num_threads())
         self.forward = forward or HostForward(model, cache, kernels, device)
         self._moves = BlockMoves(cache, kernels, lanes or OneLane())
         self._rows: Rows | None = None
@@ -116,6 +116,8 @@ class Runner:
         hidden = self.forward.run(plan, batch, rows)
         logits = None if batch is None or hidden is None else self._logits(batch, hidden)
         computed = self._clock()
+        if batch is not None:
+            self.threads.took(batch.token_ids.size, computed - copied)
         reports, faults = self._report(batch, hidden, rows)
         sampled, unsampled = self._sample(batch, logits, rows)
         ended = self._clock()

@@ -3,7 +3,8 @@
 OpenMP threads wait for a few microseconds and then sleep: the commands settle that before torch is loaded, because its
 runtime reads the environment once (threads that spin on take the core that gateway and scheduler need, and are slowed
 ten times by them in turn). But waking a thread takes as long as a small matrix product, above all on virtual machines.
-So a decode step and a prefill chunk have a number of threads each.
+So a decode step and a prefill chunk have a number of threads each. That of decode steps is tried anew while the server
+runs: what is measured at start may be disturbed by all else that starts then, and tells of one size of step only.
 """
 
 from __future__ import annotations
@@ -11,23 +12,127 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 CGROUP = Path("/sys/fs/cgroup")
 PREFILL_FROM = 64
 """Tokens of an iteration from which on it counts as prefill."""
 
 
+GAIN = 1.15
+"""So many times as fast more threads must be, because the other processes of the server need the cores, too."""
+TURNS = 4
+"""Iterations that each of two counts gets in a trial; the fastest of them counts."""
+FIRST_TRIAL, NEXT_TRIAL = 16, 1024
+"""Iterations of a size before its first trial, or after one that changed its count, and after one that did not."""
+
+
+class Threads(Protocol):
+    """How many threads iterations take, by their tokens."""
+
+    def of(self, tokens: int) -> int:
+        """Threads for the next iteration, of so many tokens."""
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """That iteration took so long."""
+
+
 @dataclass(frozen=True, slots=True)
 class ThreadPolicy:
-    """Threads for iterations of few tokens (``decode``) and of many (``prefill``)."""
+    """Fixed: threads for iterations of few tokens (``decode``) and of many (``prefill``)."""
 
     decode: int
     prefill: int
 
     def of(self, tokens: int) -> int:
         return self.prefill if tokens >= PREFILL_FROM else self.decode
+
+    def took(self, tokens: int, seconds: float) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Size:
+    """Iterations of about as many tokens.
+
+    Attributes:
+        at: the place of their count of threads; rival: of the one that is tried beside it, -1 when none is.
+        due: iterations until the next trial; upward: it tries more threads.
+        tokens: of the first iteration of the trial; turn: how many iterations it has had.
+        least: seconds per token of the fastest iteration, with the count and with its rival.
+    """
+
+    at: int
+    rival: int = -1
+    due: int = FIRST_TRIAL
+    upward: bool = True
+    tokens: int = 0
+    turn: int = 0
+    least: list[float] = field(default_factory=list)
+
+
+class AdaptiveThreads:
+    """Counts of threads that are put to the test while they work.
+
+    Iterations of few tokens fall into sizes, by powers of two, each with a count of its own. Now and then the next
+    higher or lower count takes turns with it, and whichever is faster goes on; if that was no gain, four iterations in
+    a thousand were slower.
+
+    Args:
+        counts: ascending; ``first.decode`` is one of them.
+        first: what was measured at start.
+        report: told when a count changes.
+    """
+
+    def __init__(self, counts: list[int], first: ThreadPolicy, report: Callable[[str], None]) -> None:
+        self._counts, self._prefill, self._report = counts, first.prefill, report
+        at = counts.index(first.decode)
+        self._sizes = [_Size(at) for _ in range(PREFILL_FROM.bit_length())]
+
+    def of(self, tokens: int) -> int:
+        if tokens >= PREFILL_FROM:
+            return self._prefill
+        size = self._sizes[tokens.bit_length()]
+        return self._counts[size.rival if size.rival >= 0 and size.turn % 2 else size.at]
+
+    def took(self, tokens: int, seconds: float) -> None:
+        if tokens >= PREFILL_FROM or len(self._counts) == 1:
+            return
+        size = self._sizes[tokens.bit_length()]
+        if size.rival < 0:
+            size.due -= 1
+            if size.due <= 0:
+                self._begin(size)
+            return
+        if not size.turn:
+            size.tokens = tokens
+        elif 8 * abs(tokens - size.tokens) > size.tokens:
+            size.rival, size.due = -1, FIRST_TRIAL  # not to be compared
+            return
+        arm = size.turn % 2
+        size.least[arm] = min(size.least[arm], seconds / tokens)
+        size.turn += 1
+        if size.turn == 2 * TURNS:
+            self._end(size)
+
+    def _begin(self, size: _Size) -> None:
+        size.upward = not size.at or (size.upward and size.at + 1 < len(self._counts))
+        size.rival = size.at + 1 if size.upward else size.at - 1
+        size.turn, size.least = 0, [math.inf, math.inf]
+
+    def _end(self, size: _Size) -> None:
+        mine, other = size.least
+        before, rival, size.rival = size.at, size.rival, -1
+        if other * GAIN <= mine if size.upward else other < mine * GAIN:
+            size.at, size.due = rival, FIRST_TRIAL  # and on in this direction
+            counts = f"{self._counts[rival]} instead of {self._counts[before]}"
+            self._report(
+                f"threads: {counts} for iterations of about {size.tokens} tokens, {mine / other:.2f} times as fast"
+            )
+        else:
+            size.upward, size.due = not size.upward, NEXT_TRIAL
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
@@ -57,9 +162,8 @@ def candidates(cores: int) -> list[int]:
     return sorted({most} | {1 << power for power in range(most.bit_length())})
 
 
-def choose(counts: list[int], measure: Callable[[int], float], gain: float = 1.15) -> tuple[int, dict[int, float]]:
-    """The count after which more threads no longer pay: each step up must be faster by ``gain``, because the other
-    processes of the server need the cores, too.
+def choose(counts: list[int], measure: Callable[[int], float], gain: float = GAIN) -> tuple[int, dict[int, float]]:
+    """The count after which more threads no longer pay: each step up must be faster by ``gain``.
 
     Args:
         measure: seconds of a fixed piece of work with that many threads.
