@@ -14,7 +14,7 @@ Tokens that tie with the last one that top_k or top_p keeps are kept, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -118,6 +118,8 @@ def draw(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Drawn:
         tokens = torch.where(finite, chosen, -1)
         return Drawn(tokens if is_one_each else tokens[_up(batch.row_of, logits)])
 
+    if batch.constrained.size and logits.device.type == HOST:
+        batch = _without_idle_masks(batch, chosen, rows)
     reported = bool((batch.logprobs >= 0).any())
     edited = logits
     edits = (batch.beams, batch.penalised, batch.edits.bias_ids, batch.edits.ban_ids, batch.constrained)
@@ -178,6 +180,15 @@ def _edit(logits: Tensor, batch: SampleBatch, rows: SamplingRows) -> Tensor:
     if batch.constrained.size:
         _mask(logits, batch)
     return logits
+
+
+def _without_idle_masks(batch: SampleBatch, chosen: Tensor, rows: SamplingRows) -> SampleBatch:
+    """The batch without the masks that change nothing: those of rows that want their most likely token, ``chosen`` [R],
+    and may have it. A model that was asked for JSON mostly writes JSON."""
+    likeliest = chosen.numpy()[batch.constrained]
+    allowed = batch.masks[np.arange(likeliest.size), likeliest // 8] >> (likeliest % 8).astype(np.uint8) & 1 > 0
+    needed = ~(allowed & rows.greedy[batch.slots[batch.constrained]])
+    return batch if needed.all() else replace(batch, constrained=batch.constrained[needed], masks=batch.masks[needed])
 
 
 def _mask(logits: Tensor, batch: SampleBatch) -> None:
