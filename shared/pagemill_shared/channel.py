@@ -28,7 +28,8 @@ LINGER_MS = 1000
 PROBE_MS = 5_000
 PROBE_TIMEOUT_MS = 15_000
 """ZeroMQ's own heartbeats, which tell nothing of the peer's health but end a connection whose other host has vanished
-without a word; TCP alone would hold on to it for a quarter of an hour, and nobody would connect anew."""
+without a word; TCP alone would hold on to it for a quarter of an hour, and nobody would connect anew. Where peers are
+given more time, so are connections: a host that vanished and a process that is stopped are silent alike."""
 _NAMED_SENDERS = 1024
 
 
@@ -40,13 +41,21 @@ class RouterChannel:
         endpoint: where to bind; port ``*`` takes a free one.
         keys: switches CURVE on. Clients are checked while :func:`pagemill_shared.curve.client_check` lasts.
         allow_insecure_bind: bind beyond this machine even without keys.
+        peer_timeout: seconds of silence after which a peer is lost.
 
     Raises:
         ConfigurationError: the endpoint must not or cannot be bound.
     """
 
     def __init__(
-        self, context: Context, name: str, endpoint: str, *, keys: ServerKeys | None, allow_insecure_bind: bool
+        self,
+        context: Context,
+        name: str,
+        endpoint: str,
+        *,
+        keys: ServerKeys | None,
+        allow_insecure_bind: bool,
+        peer_timeout: float = 0.0,
     ) -> None:
         check_bind(endpoint, authenticated=keys is not None, allow_insecure=allow_insecure_bind)
         self.name = name
@@ -54,7 +63,7 @@ class RouterChannel:
         self._log = structlog.get_logger("pagemill.channel").bind(channel=name)
         self._offences: Counter[str] = Counter()
         self.socket = context.socket(zmq.ROUTER)
-        _configure(self.socket)
+        _configure(self.socket, peer_timeout)
         self.socket.router_mandatory = True
         if keys is not None:
             self.socket.curve_server = True
@@ -157,12 +166,15 @@ class DealerChannel:
     Args:
         name: what logs call the other side.
         keys: switches CURVE on.
+        peer_timeout: seconds of silence after which the scheduler is lost.
 
     Raises:
         ConfigurationError: the endpoint is not one.
     """
 
-    def __init__(self, context: Context, name: str, endpoint: str, *, keys: ClientKeys | None) -> None:
+    def __init__(
+        self, context: Context, name: str, endpoint: str, *, keys: ClientKeys | None, peer_timeout: float = 0.0
+    ) -> None:
         self.name = name
         self.endpoint = endpoint
         self.malformed = 0
@@ -170,7 +182,7 @@ class DealerChannel:
         self._offences: Counter[str] = Counter()
         self.refused = 0
         self.socket = context.socket(zmq.DEALER)
-        _configure(self.socket)
+        _configure(self.socket, peer_timeout)
         self._connected = False
         self.connections = 0
         """How many there have been, as of the last send or look at ``connected``."""
@@ -255,11 +267,12 @@ class DealerChannel:
             )
 
 
-def _configure(socket: zmq.Socket[bytes]) -> None:
+def _configure(socket: zmq.Socket[bytes], peer_timeout: float) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
     socket.linger = LINGER_MS
-    socket.heartbeat_ivl, socket.heartbeat_timeout = PROBE_MS, PROBE_TIMEOUT_MS
+    socket.heartbeat_ivl = PROBE_MS
+    socket.heartbeat_timeout = max(PROBE_TIMEOUT_MS, int(peer_timeout * 1000))
 
 
 def _skip_rest(socket: zmq.Socket[bytes]) -> int:

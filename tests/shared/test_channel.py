@@ -166,6 +166,26 @@ def test_a_connection_to_a_host_that_vanished_without_a_word_ends(
         )
 
 
+def test_a_peer_that_is_given_more_time_keeps_its_connection(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagemill_shared.channel.PROBE_MS", 10)
+    monkeypatch.setattr("pagemill_shared.channel.PROBE_TIMEOUT_MS", 50)
+    with python(ROUTER_CHILD, f"ipc://{folder}/s") as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "bound\n"
+        patient = bench.dealer(f"ipc://{folder}/s", peer_timeout=600)
+        hasty = bench.dealer(f"ipc://{folder}/s")
+        for dealer in (patient, hasty):
+            wait_until(lambda dealer=dealer: dealer.send(Heartbeat(1, 0, 0)) and dealer.receive(100), what="connection")
+        child.send_signal(signal.SIGSTOP)
+        wait_until(lambda: not hasty.send(Heartbeat(2, 0, 0)), what="end of the connection of the other")
+        assert patient.send(Heartbeat(2, 0, 0))
+        child.send_signal(signal.SIGCONT)
+        wait_until(lambda: Heartbeat(2, 0, 0) in patient.receive(100), what="answer on the old connection")
+        assert patient.connections == 1
+
+
 @ENDPOINTS
 def test_connections_that_come_and_go_are_told_apart(bench: Bench, folder: Path, endpoint: str) -> None:
     router = bench.router(endpoint.format(folder))

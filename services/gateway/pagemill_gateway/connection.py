@@ -49,7 +49,9 @@ class Connection:
         self.client = SchedulerClient(link, fingerprint, settings.no_worker_timeout, time.monotonic())
         self._log = structlog.get_logger("pagemill.gateway")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._channel = DealerChannel(self._context, "scheduler", settings.frontend, keys=keys)
+        self._channel = DealerChannel(
+            self._context, "scheduler", settings.frontend, keys=keys, peer_timeout=settings.peer_timeout
+        )
         self._descriptor = int(self._channel.socket.getsockopt(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None

@@ -38,7 +38,12 @@ def run(settings: SchedulerSettings) -> int:
         endpoints: dict[Side, str] = {"backend": settings.backend, "frontend": settings.frontend}
         for side, endpoint in endpoints.items():
             channels[side] = RouterChannel(
-                context, side, endpoint, keys=keys, allow_insecure_bind=settings.allow_insecure_bind
+                context,
+                side,
+                endpoint,
+                keys=keys,
+                allow_insecure_bind=settings.allow_insecure_bind,
+                peer_timeout=settings.peer_timeout,
             )
             stack.callback(channels[side].close)
         wakeup = Wakeup()

@@ -37,7 +37,7 @@ def run(settings: WorkerSettings) -> int:
     runner, hello = load_worker(settings, progress_log(log))
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
-        channel = DealerChannel(context, "backend", settings.backend, keys=keys)
+        channel = DealerChannel(context, "backend", settings.backend, keys=keys, peer_timeout=settings.peer_timeout)
         stack.callback(channel.close)
         wakeup = Wakeup()
         stack.callback(wakeup.close)

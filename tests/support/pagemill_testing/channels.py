@@ -31,8 +31,8 @@ class Bench:
         self.stack.callback(channel.close)
         return channel
 
-    def dealer(self, endpoint: str, keys: ClientKeys | None = None) -> DealerChannel:
-        channel = DealerChannel(self.context, "backend", endpoint, keys=keys)
+    def dealer(self, endpoint: str, keys: ClientKeys | None = None, peer_timeout: float = 0.0) -> DealerChannel:
+        channel = DealerChannel(self.context, "backend", endpoint, keys=keys, peer_timeout=peer_timeout)
         channel.socket.linger = 0
         self.stack.callback(channel.close)
         return channel
