@@ -203,7 +203,8 @@ def test_many_faults_cost_no_more_than_a_few(cls: type[RequestBody], body: dict[
 def test_many_unknown_fields() -> None:
     unknown = {f"unknown{i}": 1 for i in range(MANY)}
     error = refusal(CompletionBody, prompt="x", **unknown)
-    assert (error.param, error.message) == ("unknown0", "unrecognized request argument: unknown0")
+    assert (error.param, error.code) == ("unknown0", "unknown_parameter")
+    assert error.message == "unrecognized request argument: unknown0"
     assert "20000 faults" in refusal(ChatBody, messages=[HI | unknown]).message
 
 

@@ -89,7 +89,7 @@ def test_a_wrong_count_is_found_out_and_told() -> None:
     assert machine.run(2 * TURNS) == [1, 2] * TURNS
     assert machine.run(FIRST_TRIAL) == [2] * FIRST_TRIAL
     assert machine.reports == [
-        "threads: 2 instead of 1 for iterations of about 32 tokens, 2.00 times as fast",
+        "threads: 2 instead of 1 for iterations of about 32 tokens, which take 0.50 times as long",
     ]
 
 
@@ -105,6 +105,8 @@ def test_the_best_count_is_found_from_any_other(start: int, best: int) -> None:
 def test_more_threads_that_hardly_help_are_given_back() -> None:
     machine = Machine([1, 2], 2, lambda _, threads: 1.1 / threads**0.1)
     assert machine.run(FIRST_TRIAL + 2 * TURNS + 1)[-1] == 1
+    [report] = machine.reports
+    assert report.endswith("which take 1.07 times as long, and a core is left to others")
 
 
 def test_a_right_count_is_seldom_tried() -> None:

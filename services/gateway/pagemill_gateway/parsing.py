@@ -47,7 +47,7 @@ def parse_body(cls: type[R], raw: bytes) -> R:
     for name in data:
         if name not in known:
             shown = name[:_MAX_SHOWN]
-            raise ApiError(400, f"unrecognized request argument: {shown}", param=shown)
+            raise ApiError(400, f"unrecognized request argument: {shown}", param=shown, code="unknown_parameter")
     try:
         return cls.model_validate(data)
     except ValidationError as error:

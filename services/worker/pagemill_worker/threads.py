@@ -128,9 +128,8 @@ class AdaptiveThreads:
         if other * GAIN <= mine if size.upward else other < mine * GAIN:
             size.at, size.due = rival, FIRST_TRIAL  # and on in this direction
             counts = f"{self._counts[rival]} instead of {self._counts[before]}"
-            self._report(
-                f"threads: {counts} for iterations of about {size.tokens} tokens, {mine / other:.2f} times as fast"
-            )
+            times = f"{other / mine:.2f} times as long" + ("" if size.upward else ", and a core is left to others")
+            self._report(f"threads: {counts} for iterations of about {size.tokens} tokens, which take {times}")
         else:
             size.upward, size.due = not size.upward, NEXT_TRIAL
 
