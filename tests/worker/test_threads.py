@@ -70,7 +70,7 @@ class Machine:
 
     def __init__(self, counts: list[int], decode: int, seconds: Callable[[int, int], float]) -> None:
         self.reports: list[str] = []
-        self.threads = AdaptiveThreads(counts, ThreadPolicy(decode, prefill=3), self.reports.append)
+        self.threads = AdaptiveThreads(counts, ThreadPolicy(decode, prefill=counts[-1]), self.reports.append)
         self._seconds = seconds
 
     def run(self, iterations: int, tokens: int = 32) -> list[int]:
@@ -111,8 +111,8 @@ def test_more_threads_that_hardly_help_are_given_back() -> None:
 
 def test_a_right_count_is_seldom_tried() -> None:
     machine = Machine([1, 2], 2, lambda tokens, threads: tokens / threads)
-    had = machine.run(FIRST_TRIAL + 4 * (NEXT_TRIAL + 2 * TURNS))
-    assert had.count(1) == 4 * TURNS
+    had = machine.run(FIRST_TRIAL + 4 * (NEXT_TRIAL + TURNS))
+    assert had.count(1) == 4 * TURNS // 2
     assert machine.reports == []
 
 
@@ -121,8 +121,9 @@ def test_one_slow_iteration_decides_nothing() -> None:
     machine = Machine([1, 2], 2, lambda _, threads: next(slow) if threads == 2 else 2.0)
     for _ in range(FIRST_TRIAL):
         machine.threads.took(32, 1.0)
-    assert machine.run(2 * TURNS) == [2, 1] * TURNS
+    assert machine.run(TURNS) == [2, 1] * (TURNS // 2)
     assert machine.threads.of(32) == 2
+    assert machine.reports == []
 
 
 def test_each_size_has_a_count_of_its_own() -> None:
@@ -130,7 +131,7 @@ def test_each_size_has_a_count_of_its_own() -> None:
     machine.run(FIRST_TRIAL + 2 * TURNS, tokens=1)
     machine.run(FIRST_TRIAL + 2 * TURNS, tokens=32)
     sizes = (1, 2, 32, PREFILL_FROM - 1, PREFILL_FROM, 4096)
-    assert [machine.threads.of(tokens) for tokens in sizes] == [1, 2, 2, 2, 3, 3]
+    assert [machine.threads.of(tokens) for tokens in sizes] == [1, 2, 2, 2, 2, 2]
 
 
 def test_iterations_of_other_lengths_are_not_compared() -> None:
@@ -145,5 +146,9 @@ def test_one_count_is_never_tried() -> None:
     assert set(Machine([1], 1, lambda *_: 1.0).run(5 * NEXT_TRIAL)) == {1}
 
 
-def test_prompts_keep_their_count() -> None:
-    assert set(Machine([1, 2, 3], 1, lambda *_: 1.0).run(2 * NEXT_TRIAL, tokens=PREFILL_FROM)) == {3}
+def test_prompts_have_counts_of_their_own() -> None:
+    machine = Machine([1, 2], 1, lambda tokens, threads: 1.0 if tokens >= 512 else tokens / threads)
+    for tokens in (100, 600, 2048):
+        assert machine.threads.of(tokens) == 2
+        machine.run(FIRST_TRIAL + 2 * TURNS, tokens)
+    assert [machine.threads.of(tokens) for tokens in (32, 100, 600, 2048)] == [1, 2, 1, 1]

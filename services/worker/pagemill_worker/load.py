@@ -240,7 +240,7 @@ def _threads(wanted: int | None, runner: Runner, device: torch.device, report: R
         # The calling thread's CPU time: what it would take if no other process ran. A server's parts start at the same
         # time, and pieces of work as large as these do not depend on how fast a thread wakes.
         runner.threads = threads.ThreadPolicy(count, count)
-        return 1 / measure.prefill_rate(runner, time.thread_time)
+        return min(1 / measure.prefill_rate(runner, time.thread_time) for _ in range(2))
 
     counts = threads.candidates(threads.usable_cores())
     policy = threads.ThreadPolicy(threads.choose(counts, decode)[0], threads.choose(counts, prefill)[0])

@@ -3,8 +3,8 @@
 OpenMP threads wait for a few microseconds and then sleep: the commands settle that before torch is loaded, because its
 runtime reads the environment once (threads that spin on take the core that gateway and scheduler need, and are slowed
 ten times by them in turn). But waking a thread takes as long as a small matrix product, above all on virtual machines.
-So a decode step and a prefill chunk have a number of threads each. That of decode steps is tried anew while the server
-runs: what is measured at start may be disturbed by all else that starts then, and tells of one size of step only.
+So a decode step and a prefill chunk have a number of threads each. It is tried anew while the server runs: what is
+measured at start may be disturbed by all else that starts then, and tells of one size of iteration only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ PREFILL_FROM = 64
 GAIN = 1.15
 """So many times as fast more threads must be, because the other processes of the server need the cores, too."""
 TURNS = 4
-"""Iterations that each of two counts gets in a trial; the fastest of them counts."""
+"""Iterations that each of two counts gets in a trial, or half as many if it is plain then that the other one is no
+better; the fastest of them counts."""
+_SIZES = 32
 FIRST_TRIAL, NEXT_TRIAL = 16, 1024
 """Iterations of a size before its first trial, or after one that changed its count, and after one that did not."""
 
@@ -76,29 +78,26 @@ class _Size:
 class AdaptiveThreads:
     """Counts of threads that are put to the test while they work.
 
-    Iterations of few tokens fall into sizes, by powers of two, each with a count of its own. Now and then the next
-    higher or lower count takes turns with it, and whichever is faster goes on; if that was no gain, four iterations in
-    a thousand were slower.
+    Iterations fall into sizes by their tokens, by powers of two, each with a count of its own. Now and then the next
+    higher or lower count takes turns with it, and whichever is faster goes on; if that was no gain, two to four
+    iterations in a thousand were slower.
 
     Args:
-        counts: ascending; ``first.decode`` is one of them.
+        counts: ascending; those of ``first`` are among them.
         first: what was measured at start.
         report: told when a count changes.
     """
 
     def __init__(self, counts: list[int], first: ThreadPolicy, report: Callable[[str], None]) -> None:
-        self._counts, self._prefill, self._report = counts, first.prefill, report
-        at = counts.index(first.decode)
-        self._sizes = [_Size(at) for _ in range(PREFILL_FROM.bit_length())]
+        self._counts, self._report = counts, report
+        self._sizes = [_Size(counts.index(first.of(2**bits - 1))) for bits in range(_SIZES)]
 
     def of(self, tokens: int) -> int:
-        if tokens >= PREFILL_FROM:
-            return self._prefill
         size = self._sizes[tokens.bit_length()]
         return self._counts[size.rival if size.rival >= 0 and size.turn % 2 else size.at]
 
     def took(self, tokens: int, seconds: float) -> None:
-        if tokens >= PREFILL_FROM or len(self._counts) == 1:
+        if len(self._counts) == 1:
             return
         size = self._sizes[tokens.bit_length()]
         if size.rival < 0:
@@ -114,7 +113,8 @@ class AdaptiveThreads:
         arm = size.turn % 2
         size.least[arm] = min(size.least[arm], seconds / tokens)
         size.turn += 1
-        if size.turn == 2 * TURNS:
+        mine, other = size.least
+        if size.turn == 2 * TURNS or (size.turn == TURNS and other >= mine * GAIN):
             self._end(size)
 
     def _begin(self, size: _Size) -> None:
