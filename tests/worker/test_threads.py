@@ -109,6 +109,14 @@ def test_more_threads_that_hardly_help_are_given_back() -> None:
     assert report.endswith("which take 1.07 times as long, and a core is left to others")
 
 
+def test_counts_that_are_equally_good_do_not_swap_all_the_time() -> None:
+    """The other count always seems much better, whichever it is."""
+    times = iter([1.0] * FIRST_TRIAL + ([2.0, 1.0] * TURNS + [1.0] * NEXT_TRIAL) * 3)
+    machine = Machine([1, 2], 1, lambda *_: next(times))
+    machine.run(FIRST_TRIAL + 3 * (2 * TURNS + NEXT_TRIAL))
+    assert len(machine.reports) == 3
+
+
 def test_a_right_count_is_seldom_tried() -> None:
     machine = Machine([1, 2], 2, lambda tokens, threads: tokens / threads)
     had = machine.run(FIRST_TRIAL + 4 * (NEXT_TRIAL + TURNS))

@@ -19,8 +19,6 @@ from typing import Protocol
 CGROUP = Path("/sys/fs/cgroup")
 PREFILL_FROM = 64
 """Tokens of an iteration from which on it counts as prefill."""
-
-
 GAIN = 1.15
 """So many times as fast more threads must be, because the other processes of the server need the cores, too."""
 TURNS = 4
@@ -28,7 +26,8 @@ TURNS = 4
 better; the fastest of them counts."""
 _SIZES = 32
 FIRST_TRIAL, NEXT_TRIAL = 16, 1024
-"""Iterations of a size before its first trial, or after one that changed its count, and after one that did not."""
+"""Iterations of a size before its first trial, or before the next one when the last was won and there is more to be
+had in its direction, and before any other: counts that are about as good must not swap all the time."""
 
 
 class Threads(Protocol):
@@ -126,7 +125,8 @@ class AdaptiveThreads:
         mine, other = size.least
         before, rival, size.rival = size.at, size.rival, -1
         if other * GAIN <= mine if size.upward else other < mine * GAIN:
-            size.at, size.due = rival, FIRST_TRIAL  # and on in this direction
+            goes_on = 0 < rival < len(self._counts) - 1
+            size.at, size.due = rival, FIRST_TRIAL if goes_on else NEXT_TRIAL
             counts = f"{self._counts[rival]} instead of {self._counts[before]}"
             times = f"{other / mine:.2f} times as long" + ("" if size.upward else ", and a core is left to others")
             self._report(f"threads: {counts} for iterations of about {size.tokens} tokens, which take {times}")

@@ -271,13 +271,14 @@ template <class F> void in_cache(const Product& p, const uint8_t* packed, int64_
       const int64_t size = count / F::kInputs * kGroupBytes<F>, steps = count * kGroupLines<Plain>;
       Ahead ahead{(const char*)part + size, (size + block.tiles * steps - 1) / (block.tiles * steps)};
       int64_t row = block.top;
-      fetch_outputs(p.out, p.added, p.outputs, row, block.height, panel);
-      if (F::kRest == kBefore)
+      if (F::kRest == kBefore) {
         widen<F>(part, count, wide);
-      else
+      } else {
+        fetch_outputs(p.out, p.added, p.outputs, row, block.height, panel);
         Tiles<F, 1, true, kHeight>::of[block.height - 1](p, part, 0, panel * kColumns, row, first, count, {ahead.at, 0},
-                                                         wide),
-            row += block.height;
+                                                         wide);
+        row += block.height;
+      }
       for (; row < block.bottom; row += block.height, ahead.at += ahead.step * steps) {
         const int64_t height = block.height_at(row);
         fetch_outputs(p.out, p.added, p.outputs, row, height, panel);
